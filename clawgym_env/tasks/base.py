@@ -133,10 +133,10 @@ class Task:
                 raise TaskError(f"{name} finishes the task before the last move")
 
 
-def _check_files(name: str, files: Mapping[str, bytes]) -> None:
+def _check_files(name: str, files: Mapping[Any, Any]) -> None:
     if not isinstance(files, Mapping):
         raise TaskError(f"{name} is {files!r}; expected a mapping of path to bytes")
-    folders = set()
+    folders: set[str] = set()
     for path, content in files.items():
         _check_path(name, path)
         if not isinstance(content, bytes):

@@ -1,0 +1,41 @@
+"""Harness adapters, by name; an adapter's module is imported when it is first asked for."""
+
+from __future__ import annotations
+
+import importlib
+from functools import cache
+from typing import cast
+
+from clawgym_env.errors import UnknownNameError
+from clawgym_env.harnesses.base import MODEL, Endpoint, Harness, LaunchPlan, harness_home
+
+__all__ = [
+    "HARNESSES",
+    "MODEL",
+    "Endpoint",
+    "Harness",
+    "LaunchPlan",
+    "get_harness",
+    "harness_home",
+]
+
+_CLASSES = {
+    "mini-swe-agent": ("clawgym_env.harnesses.mini_swe_agent", "MiniSweAgent"),
+    "react": ("clawgym_env.harnesses.react", "ReAct"),
+}
+
+HARNESSES: tuple[str, ...] = tuple(sorted(_CLASSES))
+"""Names of the harnesses."""
+
+
+@cache
+def get_harness(name: str) -> Harness:
+    """The harness of that name; the same object each time.
+
+    Raises:
+        UnknownNameError: There is none; the message suggests the nearest.
+    """
+    if name not in _CLASSES:
+        raise UnknownNameError("harness", name, HARNESSES)
+    module, attribute = _CLASSES[name]
+    return cast(Harness, getattr(importlib.import_module(module), attribute)())

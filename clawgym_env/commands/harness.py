@@ -1,0 +1,54 @@
+"""``clawgym harness``: list, install and remove harnesses."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+app = typer.Typer(help="List, install and remove harnesses.", no_args_is_help=True)
+
+Name = Annotated[str, typer.Argument(help="The harness' name, see `clawgym harness list`.")]
+
+
+@app.command("list")
+def list_harnesses() -> None:
+    """Show every harness, its environment id and whether it is installed."""
+    from clawgym_env.harnesses import HARNESSES, get_harness
+
+    table = Table("name", "environment", "protocols", "package", "installed")
+    for name in HARNESSES:
+        harness = get_harness(name)
+        table.add_row(
+            name,
+            harness.env_id,
+            ", ".join(harness.protocols),
+            harness.requirement or "(part of clawgym)",
+            harness.version() or "no",
+        )
+    Console().print(table)
+
+
+@app.command()
+def install(name: Name) -> None:
+    """Install a harness into an environment of its own."""
+    from clawgym_env.harnesses import get_harness
+
+    harness = get_harness(name)
+    if harness.installed():
+        print(f"{name} {harness.version()} is installed already")
+        return
+    harness.install(print)
+    print(f"{name} {harness.version()} is installed; make it with gym.make({harness.env_id!r})")
+
+
+@app.command()
+def remove(name: Name) -> None:
+    """Remove what `install` made."""
+    from clawgym_env.harnesses import get_harness
+
+    harness = get_harness(name)
+    harness.remove()
+    print(f"{name} is removed")

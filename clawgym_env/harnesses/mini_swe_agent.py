@@ -24,12 +24,12 @@ _SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 # The program's own entry point. LiteLLM takes seconds of CPU to import; without the cyclic garbage
 # collector, which finds nothing to collect there, a quarter less.
 _START = (
-    "import gc; gc.disable(); import litellm; gc.enable(); "
+    "import gc; gc.disable(); import litellm; gc.enable(); litellm.suppress_debug_info = True; "
     "from minisweagent.run.mini import app; app(prog_name='mini')"
 )
 
 _OBSERVATION = """\
-{%- set text = output.output -%}
+{%- set text = output.output.rstrip('\\n') -%}
 {%- if text | length > 8192 -%}
 {{ text[:4096] }}
 [{{ text | length - 8192 }} characters left out]

@@ -7,55 +7,24 @@ import json
 import os
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
 import pytest
+from model_server import Answer, Server, body, error, message, raw, serve, whole
 
 from clawgym_env.harnesses import react_program
 from clawgym_env.harnesses.react import PROGRAM
 
 PYTHON = "/usr/bin/python3" if Path("/usr/bin/python3").exists() else sys.executable
 
-Answer = Callable[[BaseHTTPRequestHandler], None]
-
-
-@dataclass
-class Server:
-    url: str
-    answers: list[Answer] = field(default_factory=list)
-    requests: list[dict[str, Any]] = field(default_factory=list)
-    headers: list[dict[str, str]] = field(default_factory=list)
-    connections: set[Any] = field(default_factory=set)
-
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            record.requests.append({"path": self.path, **json.loads(body)})
-            record.headers.append(dict(self.headers))
-            record.connections.add(self.client_address)
-            record.answers.pop(0)(self)
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
-        http.daemon_threads = True
-        record = Server(f"http://127.0.0.1:{http.server_port}/v1")
-        thread = threading.Thread(target=http.serve_forever, args=(0.01,))
-        thread.start()
-        yield record
-        http.shutdown()
-        thread.join()
+    with serve() as running:
+        yield running
 
 
 def run(
@@ -76,42 +45,6 @@ def run(
         timeout=60,
         check=False,
     )
-
-
-def body(status: int, data: bytes, kind: str = "application/json") -> Answer:
-    def answer(handler: BaseHTTPRequestHandler) -> None:
-        handler.send_response(status)
-        handler.send_header("Content-Type", kind)
-        handler.send_header("Content-Length", str(len(data)))
-        handler.end_headers()
-        handler.wfile.write(data)
-
-    return answer
-
-
-def error(status: int, message: str, code: str | None = None) -> Answer:
-    return body(status, json.dumps({"error": {"message": message, "code": code}}).encode())
-
-
-def message(content: str | None = None, *calls: tuple[str, Any]) -> dict[str, Any]:
-    reply: dict[str, Any] = {"role": "assistant", "content": content}
-    if calls:
-        reply["tool_calls"] = [
-            {
-                "id": f"call_{index}",
-                "type": "function",
-                "function": {
-                    "name": name,
-                    "arguments": given if isinstance(given, str) else json.dumps(given),
-                },
-            }
-            for index, (name, given) in enumerate(calls)
-        ]
-    return reply
-
-
-def whole(reply: dict[str, Any]) -> Answer:
-    return body(200, json.dumps({"choices": [{"index": 0, "message": reply}]}).encode())
 
 
 def streamed(reply: dict[str, Any], *, end: bytes = b"data: [DONE]\n\n") -> Answer:
@@ -145,14 +78,6 @@ def streamed(reply: dict[str, Any], *, end: bytes = b"data: [DONE]\n\n") -> Answ
             for piece in filter(None, (event[:7], event[7:])):
                 handler.wfile.write(b"%x\r\n%s\r\n" % (len(piece), piece))
         handler.wfile.write(b"0\r\n\r\n")
-
-    return answer
-
-
-def raw(data: bytes) -> Answer:
-    def answer(handler: BaseHTTPRequestHandler) -> None:
-        handler.wfile.write(data)
-        handler.close_connection = True
 
     return answer
 

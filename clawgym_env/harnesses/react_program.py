@@ -98,12 +98,11 @@ class Connection:
         self._buffer = b""
         self._last = False  # the server closes after this response
 
-    def post(self, path: str, body: bytes, accept: str) -> tuple[int, Iterator[bytes]]:
+    def post(self, path: str, body: bytes) -> tuple[int, Iterator[bytes]]:
         """Send a request; give the status and an iterator over the body, to be read to its end."""
         sock = self._open()
         head = (
-            f"POST {self._path}{path} HTTP/1.1\r\n{self._head}Accept: {accept}\r\n"
-            f"Content-Length: {len(body)}\r\n\r\n"
+            f"POST {self._path}{path} HTTP/1.1\r\n{self._head}Content-Length: {len(body)}\r\n\r\n"
         )
         sock.sendall(head.encode() + body)
         version, _, rest = self._line().partition(b" ")
@@ -126,6 +125,8 @@ class Connection:
         self._socket, self._buffer = None, b""
 
     def _open(self) -> socket.socket:
+        if self._buffer:
+            self.close()
         if self._socket is not None:
             # Bytes or an end of file before the request: the server closed the idle connection.
             self._socket.setblocking(False)
@@ -212,17 +213,15 @@ class Model:
         raise AssertionError("the last attempt returns or raises")
 
     def _ask(self, body: bytes) -> dict[str, Any]:
-        accept = "text/event-stream" if self._stream else "application/json"
-        status, chunks = self._connection.post("/chat/completions", body, accept)
+        status, chunks = self._connection.post("/chat/completions", body)
         if status != 200:
             raise _api_error(status, _whole(chunks))
-        if self._stream:
-            return _message(_merge(_events(chunks)))
-        data = _json(_whole(chunks))
         try:
-            return _message(data["choices"][0]["message"])
-        except (LookupError, TypeError):
-            raise ApiError(f"the reply is no chat completion: {data!r:.200}") from None
+            if self._stream:
+                return _message(_merge(_events(chunks)))
+            return _message(_json(_whole(chunks))["choices"][0]["message"])
+        except (LookupError, TypeError, AttributeError) as error:
+            raise ApiError(f"the reply is no chat completion: {error!r:.200}") from None
 
 
 def _whole(chunks: Iterator[bytes]) -> bytes:
@@ -277,23 +276,20 @@ def _merge(events: Iterator[dict[str, Any]]) -> dict[str, Any]:
     message: dict[str, Any] = {"content": None}
     calls: dict[int, dict[str, Any]] = {}
     for event in events:
-        try:
-            if "error" in event:
-                raise _api_error(500, json.dumps(event).encode())
-            for choice in event["choices"]:
-                delta = choice["delta"]
-                for key in ("content", "reasoning_content"):
-                    if delta.get(key):
-                        message[key] = (message.get(key) or "") + delta[key]
-                for part in delta.get("tool_calls") or ():
-                    call = calls.setdefault(
-                        part["index"], {"id": None, "function": {"name": "", "arguments": ""}}
-                    )
-                    call["id"] = part.get("id") or call["id"]
-                    for key, piece in part.get("function", {}).items():
-                        call["function"][key] += piece or ""
-        except (LookupError, TypeError, AttributeError):
-            raise ApiError(f"an event is no chat completion chunk: {event!r:.200}") from None
+        if "error" in event:
+            raise _api_error(500, json.dumps(event).encode())
+        for choice in event["choices"]:
+            delta = choice["delta"]
+            for key in ("content", "reasoning_content"):
+                if delta.get(key):
+                    message[key] = (message.get(key) or "") + delta[key]
+            for part in delta.get("tool_calls") or ():
+                call = calls.setdefault(
+                    part["index"], {"id": None, "function": {"name": "", "arguments": ""}}
+                )
+                call["id"] = part.get("id") or call["id"]
+                for key, piece in part.get("function", {}).items():
+                    call["function"][key] += piece or ""
     if calls:
         message["tool_calls"] = [calls[index] for index in sorted(calls)]
     return message
@@ -377,8 +373,11 @@ class Tools:
         return "\n".join(line for line in lines if line) or "(no output)"
 
     def _read_file(self, arguments: dict[str, Any]) -> str:
+        path = _string(arguments, "path")
+        if not os.path.isfile(path):  # a FIFO or a device would have no end
+            raise ToolError(f"no file {path!r}")
         clip = Clip(self._output_bytes)
-        with open(_string(arguments, "path"), "rb") as file:
+        with open(path, "rb") as file:
             while data := file.read(65536):
                 clip.write(data)
         return clip.text()
@@ -518,7 +517,7 @@ def setting(name: str, default: float) -> float:
         value = float(text or default)
     except ValueError:
         value = 0.0
-    if not value > 0:
+    if not 0 < value < 1e9:
         usage(f"{name} is {text!r}; expected a positive number")
     return value
 
@@ -548,7 +547,7 @@ def main() -> int:
         timeout_s=setting("REACT_TOOL_TIMEOUT", 60),
         output_bytes=int(setting("REACT_OUTPUT_BYTES", 8192)),
     )
-    max_turns = int(setting("REACT_MAX_TURNS", 50))
+    max_turns = max(1, int(setting("REACT_MAX_TURNS", 50)))
     try:
         answer = converse(instruction, model, tools, max_turns)
     except RolloutLimitError as error:

@@ -161,6 +161,7 @@ def test_mistakes_of_the_model_come_back_as_text(server: Server, tmp_path: Path)
         ("bash", {"command": "a\0b"}),
         ("bash", {"command": "x" * 300_000}),
         ("read_file", {"path": "no/such"}),
+        ("read_file", {"path": "/dev/zero"}),
         ("write_file", {"path": "/proc/no/such", "content": ""}),
         ("write_file", {"path": "lone", "content": "\ud800"}),
         ("finish", "nonsense"),
@@ -257,6 +258,7 @@ def test_lasting_failures_end_it(server: Server, tmp_path: Path) -> None:
         (body(200, b'{"choices": []}'), "the reply is no chat completion"),
         (body(200, b'{"choices": [{"message": {"tool_calls": [{}]}}]}'), "no chat completion"),
         (body(200, b"[1, 2]"), "the reply is no chat completion"),
+        (body(200, b'{"choices": [{"message": []}]}'), "the reply is no chat completion"),
         (raw(b"SSH-2.0-OpenSSH_9.2\r\n"), "does not speak HTTP"),
         (raw(b"HTTP/1.1 200 OK\r\nContent-Length: many\r\n\r\n{}"), "bad length"),
         (raw(b"HTTP/1.1 200 OK\r\nA: " + b"x" * 200_000), "a header line without end"),
@@ -270,7 +272,7 @@ def test_garbage_ends_it_at_once(server: Server, tmp_path: Path, answer: Answer,
     assert b"Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("event", [b"nonsense", b'{"choices": 5}', b'{"choices": [{}]}'])
+@pytest.mark.parametrize("event", [b"nonsense", b"7", b'{"choices": 5}', b'{"choices": [{}]}'])
 def test_garbage_in_a_stream_ends_it(server: Server, tmp_path: Path, event: bytes) -> None:
     server.answers = [body(200, b"data: " + event + b"\n\n", "text/event-stream")]
     done = run(server, tmp_path, REACT_STREAM="1")
@@ -328,6 +330,7 @@ def test_a_connection_closed_while_idle_is_opened_anew(server: Server, tmp_path:
         (("x",), {"OPENAI_BASE_URL": ""}, "expected http://HOST[:PORT]/v1"),
         (("x",), {"REACT_MAX_TURNS": "many"}, "REACT_MAX_TURNS is 'many'"),
         (("x",), {"REACT_TOOL_TIMEOUT": "nan"}, "expected a positive number"),
+        (("x",), {"REACT_OUTPUT_BYTES": "inf"}, "expected a positive number"),
     ],
 )
 def test_wrong_usage(

@@ -142,6 +142,7 @@ class Batch:
             cache_tokens = _CACHE_BYTES // self._forward.bytes_per_token
         self._cache = PrefixCache(cache_tokens)
         self._stop_ids = frozenset(policy.renderer.stop_ids)
+        self._known = policy.renderer.vocab_size
         self._version = policy.version
         self._stale = False
 
@@ -189,7 +190,8 @@ class Batch:
         if not self.active:
             return
         chunks = self._chunks()
-        logits = self._forward(chunks)
+        # Models often embed more ids than the tokenizer has; the rest mean nothing.
+        logits = self._forward(chunks)[:, : self._known]
         ready: list[int] = []
         for chunk in chunks:
             request = self.active[chunk.row]

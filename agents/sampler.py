@@ -29,7 +29,7 @@ class Rule:
 
     Attributes:
         temperature: Divides the logits; below ``GREEDY_BELOW`` the most likely token is taken.
-        top_p: Keep the fewest most likely tokens whose probability reaches this.
+        top_p: Keep the fewest most likely tokens whose probability reaches this, at least one.
         top_k: Keep this many most likely tokens; 0 keeps all.
         max_tokens: The most tokens to sample.
         stop: Strings that end the reply once its text holds one of them.
@@ -79,7 +79,7 @@ class Rule:
         )
         for name, fine, wanted in (
             ("temperature", 0 <= rule.temperature < math.inf, "0 or more"),
-            ("top_p", 0 < rule.top_p <= 1, "above 0 and at most 1"),
+            ("top_p", 0 <= rule.top_p <= 1, "0 to 1"),
             ("max_tokens", rule.max_tokens >= 1, "1 or more"),
             ("stop", all(rule.stop), "made of strings that are not empty"),
             ("presence_penalty", math.isfinite(rule.presence_penalty), "finite"),
@@ -167,6 +167,7 @@ def _truncate(logits: torch.Tensor, drawings: Sequence[Drawing]) -> torch.Tensor
     ordered.masked_fill_(rank >= rank.new_tensor(top_k)[:, None], float("-inf"))
     probability = ordered.softmax(-1)
     before = probability.cumsum(-1) - probability
+    before[:, 0] = -1.0  # the most likely token stays, even with a top-p of 0
     # Rows without top-p must lose nothing, whatever the sum rounds to.
     top_p = [d.rule.top_p if d.rule.top_p < 1.0 else 2.0 for d in drawings]
     ordered.masked_fill_(before >= before.new_tensor(top_p)[:, None], float("-inf"))

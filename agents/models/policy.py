@@ -11,6 +11,9 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -124,7 +127,7 @@ class CausalPolicy:
                 f"{directory}: the tokenizer has {renderer.vocab_size} tokens but the model embeds "
                 f"{rows}; the two are not of one model"
             )
-        wrapped = model if lora is None else get_peft_model(model, lora.config())
+        wrapped = model if lora is None else _with_adapters(model, lora)
         return cls(wrapped, renderer, source=directory, lora=lora)
 
     @classmethod
@@ -157,10 +160,10 @@ class CausalPolicy:
             settings = {**record["lora"], "targets": tuple(record["lora"]["targets"])}
             policy = cls.from_pretrained(base, dtype=dtype, device=device)
             policy.lora = LoraSettings(**settings)
-            assert isinstance(policy.model, PreTrainedModel)
-            policy.model = PeftModel.from_pretrained(
-                policy.model, directory, is_trainable=True, local_files_only=True
-            )
+            with _peft_warnings():
+                policy.model = PeftModel.from_pretrained(
+                    policy.base, str(directory), is_trainable=True, local_files_only=True
+                )
         policy.version = record["version"]
         policy.check_fingerprint(record["fingerprint"], f"the policy saved at {directory}")
         return policy
@@ -251,6 +254,24 @@ class CausalPolicy:
         """How many parameters are trained, and how many there are."""
         total = sum(parameter.numel() for parameter in self.model.parameters())
         return sum(parameter.numel() for parameter in self.parameters()), total
+
+
+def _with_adapters(model: PreTrainedModel, lora: LoraSettings) -> PeftModel:
+    try:
+        with _peft_warnings():
+            wrapped = get_peft_model(model, lora.config())
+    except ValueError as error:
+        raise ConfigError(f"LoRA adapters with {lora} cannot be made: {error}") from error
+    assert isinstance(wrapped, PeftModel)
+    return wrapped
+
+
+@contextmanager
+def _peft_warnings() -> Iterator[None]:
+    """A block in which peft may ask Transformers for a name that is on its way out."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")
+        yield
 
 
 def _model_directory(path: str | Path) -> Path:

@@ -98,16 +98,7 @@ class Episode:
         record = self._record(Outcome.CANCELLED, "cancelled before it ended")
         try:
             if self._store is not None:
-                self._store.begin_rollout(
-                    record.rollout_id,
-                    task_id=record.task_id,
-                    harness=record.harness,
-                    group_id=record.group_id,
-                    seed=record.seed,
-                    policy_version=record.policy_version,
-                    started_at=record.started_at,
-                    metadata=record.metadata,
-                )
+                self._store.begin_rollout(record)
             record = await self._run()
         except CaptureError as error:
             record = self._record(Outcome.CAPTURE_ERROR, str(error))

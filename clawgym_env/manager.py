@@ -10,8 +10,6 @@ store.
 from __future__ import annotations
 
 import asyncio
-import shutil
-import tempfile
 import time
 import uuid
 from collections import Counter
@@ -25,6 +23,7 @@ from clawgym_env.harnesses import Harness
 from clawgym_env.policies import Policy
 from clawgym_env.proxy import Proxy
 from clawgym_env.rendering import Renderer
+from clawgym_env.rooms import clear, make_room, sweep
 from clawgym_env.sandboxes import SandboxBackend, default_backend, get_backend
 from clawgym_env.store import CaptureStore
 from clawgym_env.tasks import Task, TaskLimits
@@ -79,9 +78,8 @@ class RolloutManager:
 
     async def start(self) -> None:
         """Start the proxy and make the directory that all sandboxes live in."""
-        self._root = Path(tempfile.mkdtemp(prefix="clawgym-"))
-        # Sandboxes run under other user ids: they may pass through, and list nothing.
-        self._root.chmod(0o711)
+        await asyncio.to_thread(sweep)
+        self._root = make_room()
         await self.proxy.start(socket_path=self._root / SOCKET_NAME)
 
     async def close(self) -> None:
@@ -93,7 +91,7 @@ class RolloutManager:
         await self.proxy.close()
         if self._root is not None:
             root, self._root = self._root, None
-            await asyncio.to_thread(shutil.rmtree, root)
+            await asyncio.to_thread(clear, root)
 
     async def run(
         self,

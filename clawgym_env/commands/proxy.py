@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from clawgym_env.calls import CapturedCall, Outcome
+from clawgym_env.calls import CapturedCall, Outcome, Rollout
 from clawgym_env.errors import ConfigError
 
 
@@ -74,13 +74,15 @@ async def _serve(
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     with CaptureStore(path) as store:
-        store.begin_rollout(
-            rollout_id,
+        record = Rollout(
+            rollout_id=rollout_id,
             task_id="proxy",
             harness="proxy",
+            outcome=Outcome.CANCELLED,
             started_at=time.time(),
             metadata={"upstream": upstream},
         )
+        store.begin_rollout(record)
         async with contextlib.AsyncExitStack() as stack:
             server = Proxy(store)
             stack.push_async_callback(policy.close)
@@ -93,9 +95,9 @@ async def _serve(
             print("and stop with Ctrl-C", flush=True)
             await stop.wait()
             await server.seal(rollout_id)
-        record = store.rollout(rollout_id)
+        captured = store.rollout(rollout_id)
         store.finish_rollout(
-            dataclasses.replace(record, outcome=Outcome.COMPLETED, finished_at=time.time())
+            dataclasses.replace(captured, outcome=Outcome.COMPLETED, finished_at=time.time())
         )
     print(f"\n{session.calls} calls captured; look at them with:")
     print(f"  clawgym trace show {rollout_id[:12]} --store {path} --messages")

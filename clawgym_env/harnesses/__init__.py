@@ -6,7 +6,7 @@ import importlib
 from functools import cache
 from typing import cast
 
-from clawgym_env.errors import UnknownNameError
+from clawgym_env.errors import ConfigError, UnknownNameError
 from clawgym_env.harnesses.base import MODEL, Endpoint, Harness, LaunchPlan, harness_home
 
 __all__ = [
@@ -32,10 +32,29 @@ HARNESSES: tuple[str, ...] = tuple(sorted(_CLASSES))
 def get_harness(name: str) -> Harness:
     """The harness of that name; the same object each time.
 
+    Args:
+        name: One of ``HARNESSES``, or ``package.module:Class`` of an adapter of your own.
+
     Raises:
         UnknownNameError: There is none; the message suggests the nearest.
+        ConfigError: ``package.module:Class`` cannot be imported or is no adapter.
     """
+    if ":" in name:
+        return _own(name)
     if name not in _CLASSES:
         raise UnknownNameError("harness", name, HARNESSES)
     module, attribute = _CLASSES[name]
     return cast(Harness, getattr(importlib.import_module(module), attribute)())
+
+
+def _own(name: str) -> Harness:
+    module, _, attribute = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"harness {name!r}: {error}; give package.module:Class of an importable adapter"
+        ) from error
+    if not (isinstance(found, type) and issubclass(found, Harness)):
+        raise ConfigError(f"harness {name!r} is {found!r}; expected a subclass of Harness")
+    return found()

@@ -7,8 +7,10 @@ no task. A task's id is ``FAMILY-LEVEL-SPLIT-INDEX``, so that an id alone names 
 from __future__ import annotations
 
 import importlib
+import random
 from typing import Protocol, cast
 
+from clawgym_env.calls import Move
 from clawgym_env.errors import UnknownNameError
 from clawgym_env.tasks.base import Task
 
@@ -32,6 +34,9 @@ class Family(Protocol):
 
     def generate(self, level: int, split: str, index: int) -> Task:
         """The task at ``index`` (from 0 to ``size(split)``, exclusive); always the same one."""
+
+    def novice(self, task: Task, rng: random.Random) -> tuple[Move, ...]:
+        """A fallible demonstrator's moves: right in form, often wrong in what it decides."""
 
 
 def get_family(name: str) -> Family:

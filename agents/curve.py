@@ -1,0 +1,80 @@
+"""The learning curve of a run as a PNG.
+
+It knows a run's metrics file and nothing of training.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from clawgym_env.errors import ConfigError
+
+Metrics = dict[str, float]
+
+
+def read_metrics(path: Path) -> list[Metrics]:
+    """A run's metrics, one a step; of a step that was done again after a kill, the last.
+
+    Raises:
+        ConfigError: A line in the middle is no JSON. A broken last line, which a kill leaves, is
+            left out.
+    """
+    if not path.is_file():
+        return []
+    lines = path.read_text().splitlines()
+    steps: dict[int, Metrics] = {}
+    for number, line in enumerate(lines):
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            if number == len(lines) - 1:
+                break
+            raise ConfigError(f"{path}, line {number + 1}, is no JSON: {error}") from error
+        steps[int(row["step"])] = row
+    return [steps[step] for step in sorted(steps)]
+
+
+def draw_curve(
+    path: Path, metrics: Sequence[Metrics], *, before: float, after: float, title: str
+) -> Path:
+    """Draw training reward and held-out success over rollouts.
+
+    Args:
+        path: Where the PNG goes.
+        metrics: What :func:`read_metrics` gave.
+        before: Held-out success before training, in [0, 1].
+        after: The same after training.
+        title: Of the figure.
+
+    Returns:
+        ``path``.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    seen = [m["rollouts"] for m in metrics]
+    axes.plot(seen, [m["rollout/reward"] for m in metrics], color="tab:blue", alpha=0.7)
+    axes.plot([], [], color="tab:blue", alpha=0.7, label="training rollouts, mean reward")
+    held = [m for m in metrics if "eval/success" in m]
+    points = [(0.0, before), *((m["rollouts"], m["eval/success"]) for m in held)]
+    if seen:
+        points.append((seen[-1], after))
+    xs, ys = zip(*points, strict=True)
+    axes.plot(xs, ys, "o-", color="tab:orange", label="held-out tasks, success")
+    if held:
+        axes.fill_between(
+            [m["rollouts"] for m in held],
+            [m["eval/low"] for m in held],
+            [m["eval/high"] for m in held],
+            color="tab:orange",
+            alpha=0.2,
+            label="95 % interval",
+        )
+    axes.set(xlabel="rollouts", ylabel="reward, success", ylim=(-0.02, 1.02), title=title)
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right")
+    figure.savefig(path, dpi=120)
+    return path

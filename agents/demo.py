@@ -1,0 +1,32 @@
+"""The settings of the demo: a tiny model, ten minutes, two cores.
+
+A fallible demonstrator acts through the real harness; the model cloned from it is weak, and tree
+GRPO makes it good at tasks that it has never seen.
+"""
+
+from __future__ import annotations
+
+from agents.grpo import GRPOSettings
+from agents.runs import RunSettings
+from agents.warmstart import CloneSettings
+
+
+def demo_settings(*, seed: int = 0, sandbox: str | None = None) -> RunSettings:
+    """The demo's settings.
+
+    Args:
+        seed: Of everything that is drawn.
+        sandbox: Backend's name, or None for the best that works here.
+    """
+    return RunSettings(
+        tasks="key_lookup:level=1,split=train,n=5000",
+        held_out="key_lookup:level=1,split=test,n=200",
+        sandbox=sandbox,
+        demonstrations=600,
+        clone=CloneSettings(seed=seed, context_weight=0.2),
+        grpo=GRPOSettings(seed=seed, max_reply_tokens=96),
+        steps=30,
+        max_calls=6,
+        wall_s=60.0,
+        seed=seed,
+    )

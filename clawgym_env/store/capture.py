@@ -257,11 +257,11 @@ class CaptureStore:
             CaptureError: As every method; besides, no rollout or several have such an id.
         """
         query = (
-            "SELECT rollout_id FROM rollouts WHERE substr(rollout_id, 1, length(?1)) = ?1 "
+            "SELECT rollout_id FROM rollouts WHERE substr(rollout_id, 1, length(:id)) = :id "
             "ORDER BY rollout_id"
         )
         with self._reading("read") as connection:
-            found = [row["rollout_id"] for row in connection.execute(query, (prefix,))]
+            found = [row["rollout_id"] for row in connection.execute(query, {"id": prefix})]
             if prefix in found:
                 return prefix
             if not found:

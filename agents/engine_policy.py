@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from agents.engine import Engine
 from agents.models.policy import CausalPolicy
 from clawgym_env.calls import PolicyRequest, Reply, Sampling
@@ -78,11 +80,17 @@ class EnginePolicy:
         engine: The engine; it is not closed with the policy, others may use it.
         override: Parameters that count more than the harness'; for training,
             ``SamplingOverride.on_policy()``.
+        seed: Makes the k-th call of a rollout draw alike each time, whatever else is in the
+            batch; for a policy that answers one rollout. None leaves it to the call's own seed,
+            then to the engine's.
     """
 
-    def __init__(self, engine: Engine, override: SamplingOverride | None = None) -> None:
+    def __init__(
+        self, engine: Engine, override: SamplingOverride | None = None, *, seed: int | None = None
+    ) -> None:
         self.engine = engine
         self.override = override or SamplingOverride()
+        self.seed = seed
 
     async def complete(self, request: PolicyRequest) -> Reply:
         """Sample a reply to one call.
@@ -108,13 +116,21 @@ class EnginePolicy:
                 param="messages",
                 code="context_length_exceeded",
             )
-        sample = await self.engine.generate(prompt, self.override.apply(request.call.sampling))
+        sampling = self.override.apply(request.call.sampling)
+        if self.seed is not None:
+            sampling = replace(sampling, seed=_mix(self.seed, request.call.index))
+        sample = await self.engine.generate(prompt, sampling)
         return Reply(
             token_ids=sample.token_ids,
             logprobs=sample.logprobs,
             finish_reason=sample.finish_reason,
             policy_version=sample.policy_version,
         )
+
+
+def _mix(seed: int, index: int) -> int:
+    """A seed for the call at ``index``, far from those of its neighbours."""
+    return int(np.random.SeedSequence([seed, index]).generate_state(1, np.uint64)[0] >> 1)
 
 
 def from_path(path: str) -> EnginePolicy:

@@ -9,6 +9,7 @@ going first. Segments are owned (cloned), never views of a live buffer. Not thre
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -92,9 +93,10 @@ class PrefixCache:
         parent: _Node | None = None
         held = 0
         for node, length in self._walk(ids):
-            node.used = self._clock
             held += length
+            # What is cut off below the shared part was not used, and keeps its age.
             parent = node if length == len(node.ids) else self._split(node, length)
+            parent.used = self._clock
         if held < len(ids):
             leaf = _Node(ids[held:], extract(held, len(ids)), parent, used=self._clock)
             (self._children if parent is None else parent.children)[ids[held]] = leaf
@@ -134,7 +136,8 @@ class PrefixCache:
     def _evict(self) -> None:
         if self.tokens <= self.capacity:
             return
-        heap = [(node.used, id(node), node) for node in self._nodes() if not node.children]
+        order = itertools.count()
+        heap = [(n.used, next(order), n) for n in self._nodes() if not n.children]
         heapq.heapify(heap)
         while self.tokens > self.capacity:
             _, _, node = heapq.heappop(heap)
@@ -143,7 +146,7 @@ class PrefixCache:
             del siblings[node.ids[0]]
             self.tokens -= len(node.ids)
             if parent is not None and not siblings:
-                heapq.heappush(heap, (parent.used, id(parent), parent))
+                heapq.heappush(heap, (parent.used, next(order), parent))
 
     def _nodes(self) -> list[_Node]:
         nodes = list(self._children.values())

@@ -20,6 +20,7 @@ from typing import Literal
 
 import torch
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from agents.models.directories import written_at_once
@@ -304,11 +305,16 @@ def _load_model(directory: Path, dtype: str, device: str) -> PreTrainedModel:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         with no_progress_bars():
-            model = AutoModelForCausalLM.from_pretrained(
-                directory, dtype=_DTYPES[dtype], local_files_only=True
+            model, report = AutoModelForCausalLM.from_pretrained(
+                directory, dtype=_DTYPES[dtype], local_files_only=True, output_loading_info=True
             )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ConfigError(f"{directory} does not load as a causal LM: {error}") from error
+    if missing := sorted(report["missing_keys"]):
+        raise ConfigError(
+            f"{directory} lacks {len(missing)} of its model's weights, {missing[0]} among them; "
+            f"fetch or save the model again"
+        )
     try:
         model = model.to(device)  # type: ignore[arg-type]
     except (RuntimeError, AssertionError) as error:

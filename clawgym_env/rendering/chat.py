@@ -23,7 +23,11 @@ def same(text: str) -> str:
 
 
 def message_dicts(
-    messages: Sequence[Message], *, quote: Quote = same, quote_assistant: Quote | None = None
+    messages: Sequence[Message],
+    *,
+    quote: Quote = same,
+    quote_assistant: Quote | None = None,
+    developer: str = "developer",
 ) -> list[dict[str, Any]]:
     """The messages for a template.
 
@@ -35,15 +39,20 @@ def message_dicts(
         messages: The conversation.
         quote: Applied to all text of the conversation.
         quote_assistant: Applied to the content of assistant messages instead.
+        developer: The role under which developer messages are shown.
 
     Raises:
         RenderError: If a message holds an image.
     """
     assistant = quote_assistant or quote
-    return [
+    shown = [
         _message_dict(message, index, quote, assistant if message.role == "assistant" else quote)
         for index, message in enumerate(messages)
     ]
+    for entry in shown:
+        if entry["role"] == "developer":
+            entry["role"] = developer
+    return shown
 
 
 def tool_dicts(tools: Sequence[Tool], *, quote: Quote = same) -> list[dict[str, Any]] | None:

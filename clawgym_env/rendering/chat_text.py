@@ -14,6 +14,7 @@ from clawgym_env.errors import RenderError
 from clawgym_env.rendering.chat import message_dicts, tool_dicts
 from clawgym_env.rendering.marks import Marks, Quoter, control_pattern
 from clawgym_env.rendering.meaning import THINK_CLOSE, THINK_OPEN
+from clawgym_env.rendering.parsing import CALL_CLOSE, CALL_OPEN
 from clawgym_env.rendering.template import ChatTemplate
 
 _LEADING_THINK = re.compile(rf"\s*(?:{THINK_OPEN}\s*(?:{THINK_CLOSE}\s*)?)?")
@@ -81,7 +82,8 @@ class ChatText:
         template: The chat template.
         tool_template: The template where tools are offered, if it is another.
         special: The tokenizer's special tokens.
-        added: All its added tokens; of these the ones that the template writes are control tokens.
+        added: All its added tokens. Of the ones that are not special, those that the template
+            writes are control tokens; others, such as runs of spaces, are ordinary text.
     """
 
     def __init__(
@@ -95,8 +97,11 @@ class ChatText:
         self._template = template
         self._tool_template = tool_template or template
         literal = template.literal_text + self._tool_template.literal_text
-        control = {*special, *(t for t in added if t in literal and not t.isspace())}
+        written = {token for token in added if token in literal and not token.isspace()}
+        control = {*special, *written, THINK_OPEN, THINK_CLOSE, CALL_OPEN, CALL_CLOSE}
         self._pattern = control_pattern(control)
+        # Most templates drop the messages of roles that they do not know without a word.
+        self._developer = "developer" if "developer" in literal else "system"
         # Templates take the thinking out of an assistant's content by its tags.
         self._assistant_pattern = control_pattern(control - {THINK_OPEN, THINK_CLOSE})
 
@@ -125,7 +130,12 @@ class ChatText:
         for used in Marks.choices() if marks is None else (marks,):
             quote = Quoter(used, self._pattern)
             quote_assistant = Quoter(used, self._assistant_pattern)
-            shown = message_dicts(messages, quote=quote, quote_assistant=quote_assistant)
+            shown = message_dicts(
+                messages,
+                quote=quote,
+                quote_assistant=quote_assistant,
+                developer=self._developer,
+            )
             offered = tool_dicts(tools, quote=quote)
             if not (quote.collided or quote_assistant.collided):
                 break

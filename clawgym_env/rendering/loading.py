@@ -99,24 +99,31 @@ def _add_tokens(tokenizer: tokenizers.Tokenizer, config: Mapping[str, Any], path
     """Add the tokens that stand in the configuration alone."""
     declared = config.get("added_tokens_decoder") or {}
     present = tokenizer.get_added_tokens_decoder()
-    for key, entry in sorted(declared.items(), key=lambda item: int(item[0])):
-        index, text = int(key), str(entry["content"])
-        known = present.get(index)
-        if known is not None and known.content == text:
+    try:
+        tokens = {int(key): _added_token(entry) for key, entry in declared.items()}
+    except (TypeError, ValueError, KeyError, AttributeError) as exc:
+        raise RenderError(
+            f"added_tokens_decoder in {path} must map ids to tokens with their content; got "
+            f"{declared!r:.200}: {exc}"
+        ) from exc
+    for index, token in sorted(tokens.items()):
+        if index in present and present[index].content == token.content:
             continue
-        flags = {
-            name: bool(entry[name])
-            for name in ("single_word", "lstrip", "rstrip", "normalized", "special")
-            if name in entry
-        }
-        token = tokenizers.AddedToken(text, **flags)
         add = tokenizer.add_special_tokens if token.special else tokenizer.add_tokens
         add([token])
-        if tokenizer.token_to_id(text) != index:
+        given = tokenizer.token_to_id(token.content)
+        if given != index:
             raise RenderError(
-                f"{path} gives the token {text!r} the id {index}, but in tokenizer.json it gets "
-                f"{tokenizer.token_to_id(text)}; the two files are of different models: {_SAVE}"
+                f"{path} gives the token {token.content!r} the id {index}, but in tokenizer.json "
+                f"it gets {given}; the two files are of different models: {_SAVE}"
             )
+
+
+def _added_token(entry: Mapping[str, Any]) -> tokenizers.AddedToken:
+    flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    return tokenizers.AddedToken(
+        str(entry["content"]), **{name: bool(entry[name]) for name in flags if name in entry}
+    )
 
 
 def _template(directory: Path, config: Mapping[str, Any]) -> tuple[str, str | None, str]:
@@ -128,7 +135,11 @@ def _template(directory: Path, config: Mapping[str, Any]) -> tuple[str, str | No
     if isinstance(template, str):
         return template, None, f"chat_template in {origin}"
     if isinstance(template, list):
-        named = {str(entry["name"]): str(entry["template"]) for entry in template}
+        named = {
+            str(entry.get("name")): str(entry.get("template"))
+            for entry in template
+            if isinstance(entry, Mapping)
+        }
         if "default" in named:
             return named["default"], named.get("tool_use"), f"chat_template in {origin}"
     raise RenderError(

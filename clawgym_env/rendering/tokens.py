@@ -43,8 +43,9 @@ class Tokenizer:
 
     @functools.cached_property
     def vocab_size(self) -> int:
-        """Number of ids, added tokens included."""
-        return int(self._backend.get_vocab_size(with_added_tokens=True))
+        """The highest id plus one, added tokens included."""
+        added = max((index for index, _ in self._added.values()), default=-1)
+        return max(int(self._backend.get_vocab_size(with_added_tokens=True)), added + 1)
 
     def special_tokens(self) -> tuple[str, ...]:
         """The tokens that the tokenizer calls special."""
@@ -138,8 +139,9 @@ class Tokenizer:
     def _raw(self, text: str) -> list[int]:
         try:
             return list(self._backend.encode(text, add_special_tokens=False).ids)
-        except UnicodeEncodeError:
-            # Half a surrogate pair, as harnesses cut them: not text, shown as U+FFFD.
+        except (UnicodeEncodeError, TypeError):
+            # Half a surrogate pair, where a harness cut a text: shown as U+FFFD. The library says
+            # only that it wants a str.
             whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
             return list(self._backend.encode(whole, add_special_tokens=False).ids)
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -49,6 +50,7 @@ REPLY = st.builds(
     st.none() | TEXT.filter(lambda text: "</think>" not in text),
     st.lists(CALL, max_size=3).map(tuple),
 )
+SHIPPED = Path(__file__).parents[2] / "agents" / "models" / "chatml_tools.jinja"
 FEW = settings(max_examples=40, deadline=None)
 
 
@@ -61,6 +63,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Renderer]:
         "trims": TRIMS,
         "strict": STRICT,
         "counts": COUNTS,
+        "shipped": SHIPPED.read_text("utf-8"),
     }
     return {name: load(tmp_path_factory.mktemp(name), text) for name, text in templates.items()}
 
@@ -70,7 +73,7 @@ def play(models: dict[str, Renderer]) -> Play:
     return Play(models["chatml"], [BASH])
 
 
-@pytest.mark.parametrize("model", ["chatml", "opens_thinking", "strict"])
+@pytest.mark.parametrize("model", ["chatml", "opens_thinking", "strict", "shipped"])
 @FEW
 @given(data=st.data())
 def test_any_conversation_extends_exactly(
@@ -99,12 +102,13 @@ def test_any_conversation_extends_exactly(
             messages.append(user(data.draw(TEXT)))
 
 
+@pytest.mark.parametrize("model", ["chatml", "shipped"])
 @FEW
 @given(data=st.data())
 def test_spliced_prompt_reads_as_the_template_writes_it(
-    models: dict[str, Renderer], data: st.DataObject
+    models: dict[str, Renderer], model: str, data: st.DataObject
 ) -> None:
-    renderer = models["chatml"]
+    renderer = models[model]
     play = Play(renderer, [BASH])
     messages = [user(data.draw(TEXT))]
     for _ in range(3):

@@ -208,7 +208,7 @@ class TreeGRPO:
         settings = self.settings
         started = time.monotonic()
         tasks = self._choose_tasks(settings.tasks_per_step)
-        jobs = group_jobs(tasks, settings.group_size, self._sampler())
+        jobs = group_jobs(tasks, settings.group_size, self._sampler, self._rng)
         rollouts = self._run(jobs, f"step {self.step + 1}")
         self.rollouts_seen += len(rollouts)
         callbacks.on_rollouts(self, rollouts)
@@ -310,8 +310,14 @@ class TreeGRPO:
         Returns:
             ``attempts`` rollouts a task, in order.
         """
-        policy = self._sampler(temperature)
-        jobs = [Job(task, policy) for task in tasks for _ in range(attempts)]
+        # The same seeds each time, so that evaluations compare and training draws as without them.
+        seeds = np.random.default_rng(self.settings.seed).integers(
+            2**31, size=len(tasks) * attempts
+        )
+        jobs = [
+            Job(task, self._sampler(int(seed), temperature), seed=int(seed))
+            for task, seed in zip((t for t in tasks for _ in range(attempts)), seeds, strict=True)
+        ]
         return self._run(jobs, "evaluation")
 
     def predict(
@@ -424,17 +430,17 @@ class TreeGRPO:
                 on_rollout=meter.on_rollout,
             )
 
-    def _sampler(self, temperature: float | None = None) -> EnginePolicy:
-        """The policy that answers: all replies come from the distribution that is trained."""
+    def _sampler(self, seed: int, temperature: float | None = None) -> EnginePolicy:
+        """Who answers a rollout: all replies come from the distribution that is trained."""
         chosen = self.settings.temperature if temperature is None else temperature
         override = SamplingOverride.on_policy(self.settings.max_reply_tokens)
-        return EnginePolicy(self._sampling_engine(), replace(override, temperature=chosen))
+        return EnginePolicy(
+            self._sampling_engine(), replace(override, temperature=chosen), seed=seed
+        )
 
     def _sampling_engine(self) -> Engine:
         if self._engine is None:
-            # Another seed each time a run goes on, or a resumed one would repeat its samples.
-            seed = self.settings.seed * 1_000_003 + self.step
-            self._engine = Engine(self.policy, max_batch=self.settings.max_batch, seed=seed)
+            self._engine = Engine(self.policy, max_batch=self.settings.max_batch)
         return self._engine
 
 

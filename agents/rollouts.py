@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import gymnasium as gym
+import numpy as np
 
 from clawgym_env.calls import CapturedCall, Rollout
 from clawgym_env.env import HarnessEnv
@@ -159,11 +160,23 @@ class Collector:
         self.close()
 
 
-def group_jobs(tasks: Sequence[Task], size: int, policy: Policy) -> list[Job]:
-    """``size`` jobs a task, each task's under a fresh group id."""
-    return [
-        Job(task, policy, group_id)
-        for task in tasks
-        for group_id in [uuid.uuid4().hex]
-        for _ in range(size)
-    ]
+def group_jobs(
+    tasks: Sequence[Task],
+    size: int,
+    policy_of: Callable[[int], Policy],
+    rng: np.random.Generator,
+) -> list[Job]:
+    """``size`` jobs a task, each task's under a fresh group id.
+
+    Args:
+        tasks: One group each.
+        size: Rollouts a group.
+        policy_of: Who answers a rollout of this seed.
+        rng: Draws the seeds.
+    """
+    jobs = []
+    for task in tasks:
+        group_id = uuid.uuid4().hex
+        for seed in rng.integers(2**31, size=size).tolist():
+            jobs.append(Job(task, policy_of(seed), group_id, seed))
+    return jobs

@@ -81,6 +81,23 @@ open("reply.txt", "w").write("|".join(out))
 """
 
 
+class Naps(_Small):
+    """Asks, then sleeps as long as its instruction says."""
+
+    name, title = "naps", "Naps"
+    program = "import time; ask('hi'); time.sleep(60 if 'long' in sys.argv[1] else 0)"
+
+
+class FailsOnEcho1(_Small):
+    """Fails to start on one task."""
+
+    name, title = "failsonecho1", "FailsOnEcho1"
+    program = """
+if "echo-1" in sys.argv[1]: sys.exit(9)
+open("reply.txt", "w").write(ask(sys.argv[1]))
+"""
+
+
 class ExitsAtOnce(_Small):
     name, title = "exits", "Exits"
     program = "sys.stderr.write('no such option: --headless'); sys.exit(7)"

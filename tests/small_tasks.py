@@ -33,6 +33,11 @@ def even() -> list[Task]:
     return [task(f"even-{i}", "print(float(len(text) % 2 == 0))") for i in range(8)]
 
 
+def naps() -> list[Task]:
+    """For ``Naps``."""
+    return [task("nap-short", "print(1.0)"), task("nap-long", "print(1.0)", wall_s=90.0)]
+
+
 def short() -> list[Task]:
     """A second of wall time."""
     return [task("short-0", "print(1.0)", wall_s=1.0)]

@@ -1,0 +1,477 @@
+"""One command under the launcher, seen from the host: its pipes, its limits and its end.
+
+Everything here runs in the event loop's own thread: the kernel kills a sandbox when the *thread*
+that spawned it ends. Output is read as it comes and only its end is kept, so that a program can
+flood neither memory nor disk, nor block. This module knows nothing of how a backend isolates: it
+is given the command line that leads to the launcher, and how to strike.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import marshal
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from clawgym_env.errors import SandboxError
+from clawgym_env.sandboxes.base import Limits, ProcessResult
+
+LAUNCHER = Path(__file__).with_name("launcher.py")
+
+_START_S = 60.0  # far above any start seen, even with hundreds at once
+_STRIKE_S = 10.0
+_CHUNK = 65_536
+_DRAIN_CHUNKS = 16  # the largest pipe that Linux makes by default
+_REPORT_BYTES = 65_536
+_HOST_ENV = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"}
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What the launcher is told.
+
+    Attributes:
+        argv: The program and its arguments.
+        env: Its whole environment.
+        cwd: Its working directory as seen inside.
+        owner: The uid and gid to give up root for, or None.
+        supervise: Whether the launcher must hold its descendants together itself.
+        port: The loopback port to forward from, or None.
+        socket: The Unix socket to forward to, as seen inside.
+        rlimits: Names of the `resource` module and their values.
+    """
+
+    argv: Sequence[str]
+    env: Mapping[str, str]
+    cwd: str
+    owner: tuple[int, int] | None
+    supervise: bool
+    port: int | None
+    socket: str
+    rlimits: Mapping[str, int]
+
+    def settings(self, *, report: int, life: int | None) -> bytes:
+        """The launcher's settings.
+
+        Args:
+            report: The descriptor it reports to.
+            life: The descriptor at whose hang-up it ends, or None.
+
+        Raises:
+            SandboxError: the command line or the environment cannot be given to a program.
+        """
+        if not self.argv or not self.argv[0]:
+            raise SandboxError("expected a command line with a program, got an empty one")
+        argv = [os.fsencode(word) for word in self.argv]
+        env = {os.fsencode(name): os.fsencode(value) for name, value in self.env.items()}
+        for word in [*argv, *env, *env.values()]:
+            if b"\0" in word:
+                raise SandboxError(f"expected no NUL in arguments and variables, got {word!r}")
+        for name in env:
+            if not name or b"=" in name:
+                raise SandboxError(f"expected a variable's name without '=', got {name!r}")
+        return marshal.dumps(
+            {
+                "argv": argv,
+                "env": env,
+                "cwd": self.cwd,
+                "owner": self.owner,
+                "supervise": self.supervise,
+                "port": self.port,
+                "socket": self.socket,
+                "limits": dict(self.rlimits),
+                "report": report,
+                "life": life,
+            },
+            4,
+        )
+
+
+class _Tail:
+    """The end of a stream, and how long the stream was."""
+
+    def __init__(self, keep: int) -> None:
+        self.keep = keep
+        self.total = 0
+        self._data = bytearray()
+
+    def add(self, data: bytes) -> None:
+        self.total += len(data)
+        self._data += data
+        if len(self._data) > 2 * self.keep:
+            del self._data[: -self.keep]
+
+    @property
+    def data(self) -> bytes:
+        return bytes(self._data[-self.keep :])
+
+
+class _Lines:
+    """Cuts a stream into lines; what comes after the first 64 KiB is dropped."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._size = 0
+
+    def add(self, data: bytes) -> list[bytes]:
+        self._size += len(data)
+        if self._size > _REPORT_BYTES:
+            return []
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return lines
+
+
+class _Pump:
+    """Reads a pipe whenever it has something, until its end or `close`."""
+
+    def __init__(self, fd: int, take: Callable[[bytes], None], end: Callable[[], None]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._fd = fd
+        self._take = take
+        self._end = end
+        os.set_blocking(fd, False)
+        self._loop.add_reader(fd, self._read)
+
+    def _read(self) -> bool:
+        """Read once; False where there is nothing more for now or ever."""
+        try:
+            data = os.read(self._fd, _CHUNK)
+        except BlockingIOError:
+            return False
+        if data:
+            self._take(data)
+            return True
+        self._stop()
+        return False
+
+    def _stop(self) -> None:
+        if self._fd >= 0:
+            self._loop.remove_reader(self._fd)
+            os.close(self._fd)
+            self._fd = -1
+            self._end()
+
+    def close(self) -> None:
+        """Take what is already in the pipe and close it, though somebody may hold its other end."""
+        for _ in range(_DRAIN_CHUNKS):
+            if self._fd < 0 or not self._read():
+                break
+        self._stop()
+
+
+class _Report:
+    """What the launcher says of the command, and bubblewrap of the launcher."""
+
+    def __init__(self) -> None:
+        self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.pidfd: int | None = None  # of process 1 of the sandbox's PID namespace
+        self.doomed = False  # whether process 1 is to be killed as soon as it is known
+        self.failure: str | None = None
+        self.returncode: int | None = None
+        self._lines = _Lines()
+        self._status = _Lines()
+
+    def take(self, data: bytes) -> None:
+        """A piece of the launcher's report."""
+        for line in self._lines.add(data):
+            word, _, rest = line.decode("utf-8", "replace").partition(" ")
+            if word == "started":
+                self._settle()
+            elif word == "failed":
+                self.failure = rest
+                self._settle()
+            elif word == "exit":
+                self.returncode = int(rest)
+            elif word == "signal":
+                self.returncode = -int(rest)
+
+    def take_status(self, data: bytes) -> None:
+        """A piece of bubblewrap's status: a JSON object a line."""
+        for line in self._status.add(data):
+            pid = json.loads(line).get("child-pid")
+            if pid is not None:
+                with contextlib.suppress(ProcessLookupError):  # it has ended already
+                    self.pidfd = os.pidfd_open(pid)
+                if self.doomed:
+                    _signal(self.pidfd, signal.SIGKILL)
+
+    def _settle(self) -> None:
+        if not self.started.done():
+            self.started.set_result(None)
+
+    def end(self) -> None:
+        if not self.started.done():
+            self.failure = "its launcher ended before the command was started"
+            self.started.set_result(None)
+
+
+class RunningProcess:
+    """A command that runs under the launcher; made by `launch`."""
+
+    def __init__(
+        self,
+        process: asyncio.subprocess.Process,
+        pipes: tuple[int, int, int, int],
+        limits: Limits,
+        strike: Callable[[RunningProcess], None],
+    ) -> None:
+        self._process = process
+        self._limits = limits
+        self._strike = strike
+        self._timed_out = False
+        self._flooded = False
+        self._struck = False
+        self._clock: asyncio.TimerHandle | None = None
+        self._began = time.monotonic()
+        self.report = _Report()
+        self._out, self._err = _Tail(limits.tail_kb << 10), _Tail(limits.tail_kb << 10)
+        self._pumps = (
+            _Pump(pipes[0], lambda data: self._output(self._out, data), lambda: None),
+            _Pump(pipes[1], lambda data: self._output(self._err, data), lambda: None),
+            _Pump(pipes[2], self.report.take, self.report.end),
+            _Pump(pipes[3], self.report.take_status, lambda: None),
+        )
+        self._pidfd: int | None = None
+        with contextlib.suppress(ProcessLookupError):  # it has ended already
+            self._pidfd = os.pidfd_open(process.pid)
+        self._watching = asyncio.get_running_loop().create_task(self._watch())
+        self._watching.add_done_callback(_seen)
+
+    @property
+    def pid(self) -> int:
+        """Host pid of the process that holds the command and its descendants together."""
+        return self._process.pid
+
+    @property
+    def ended(self) -> bool:
+        """Whether the command and its descendants are dead."""
+        return self._watching.done()
+
+    @property
+    def stderr_tail(self) -> str:
+        """The end of what was written to standard error so far."""
+        return self._err.data.decode("utf-8", "replace").strip()
+
+    async def started(self) -> None:
+        """Wait until the command runs; the clock of the wall time starts here.
+
+        Raises:
+            SandboxError: it could not be started.
+        """
+        try:
+            async with asyncio.timeout(_START_S):
+                await self.report.started
+        except TimeoutError:
+            self.report.failure = f"the command had not started after {_START_S:.0f} s"
+        if self.report.failure is not None:
+            await self.kill()
+            tail = f"; stderr: {self.stderr_tail}" if self.stderr_tail else ""
+            raise SandboxError(f"cannot start a command: {self.report.failure}{tail}")
+        self._began = time.monotonic()
+        if self._limits.wall_s is not None and not self.ended:
+            loop = asyncio.get_running_loop()
+            self._clock = loop.call_later(self._limits.wall_s, self._time_out)
+
+    async def wait(self) -> ProcessResult:
+        """Wait until the command has ended and its descendants are dead.
+
+        Raises:
+            SandboxError: the launcher died under the command.
+        """
+        return await asyncio.shield(self._watching)
+
+    async def kill(self) -> None:
+        """Kill the command and its descendants; all are dead on return.
+
+        Raises:
+            SandboxError: something survived SIGKILL.
+        """
+        if not self.ended:
+            self.strike()
+        for last in (False, True):
+            done, _ = await asyncio.wait([self._watching], timeout=_STRIKE_S)
+            if done:
+                return
+            if not last:
+                self.send_signal(signal.SIGKILL)
+        raise SandboxError(f"process {self.pid} survived SIGKILL for {_STRIKE_S:.0f} s")
+
+    def strike(self) -> None:
+        """Kill the command and its descendants, without waiting."""
+        self._struck = True
+        self._strike(self)
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal to the process that holds the others together, if it is still there."""
+        # Through a descriptor: the pid may be reaped, and taken by another, at any moment.
+        _signal(self._pidfd, number)
+
+    def _output(self, tail: _Tail, data: bytes) -> None:
+        tail.add(data)
+        limit = self._limits.output_kb
+        if limit is not None and self._out.total + self._err.total > limit << 10:
+            if not self._flooded and not self.ended:
+                self._flooded = True
+                self.strike()
+
+    def _time_out(self) -> None:
+        self._timed_out = True
+        self.strike()
+
+    async def _watch(self) -> ProcessResult:
+        try:
+            status = await self._process.wait()
+            if self.report.pidfd is not None:
+                # Usually dead by now; not so where somebody killed the outer process alone.
+                await _readable(self.report.pidfd)
+        except BaseException:
+            self.strike()
+            raise
+        finally:
+            wall_s = time.monotonic() - self._began
+            if self._clock is not None:
+                self._clock.cancel()
+            for pump in self._pumps:
+                pump.close()
+            for pidfd in (self._pidfd, self.report.pidfd):
+                if pidfd is not None:
+                    os.close(pidfd)
+            self._pidfd = self.report.pidfd = None
+        returncode = self.report.returncode
+        if returncode is None and not self._struck and self.report.failure is None:
+            raise SandboxError(
+                f"the launcher of a command died under it (wait status {status}): "
+                f"it was killed from outside, or the machine ran out of memory; "
+                f"stderr: {self.stderr_tail or 'empty'}"
+            )
+        return ProcessResult(
+            returncode=returncode,
+            stdout=self._out.data,
+            stderr=self._err.data,
+            timed_out=self._timed_out and returncode is None,
+            flooded=self._flooded and returncode is None,
+            truncated=max(self._out.total, self._err.total) > self._out.keep,
+            stdout_bytes=self._out.total,
+            stderr_bytes=self._err.total,
+            wall_s=wall_s,
+        )
+
+
+async def launch(
+    wrap: Callable[[list[str], int], list[str]],
+    python: str,
+    launcher: str,
+    command: Command,
+    *,
+    stdin: bytes | None,
+    limits: Limits,
+    strike: Callable[[RunningProcess], None],
+    host_env: Mapping[str, str],
+) -> RunningProcess:
+    """Spawn the launcher; the command may not have started yet on return.
+
+    Args:
+        wrap: Makes the host's command line of the launcher's and of the descriptor of a pipe: one
+            that bubblewrap writes its status to and keeps open while it lives.
+        python: The interpreter as seen inside.
+        launcher: The launcher as seen inside.
+        command: What to run.
+        stdin: What it reads.
+        limits: Wall time and output are enforced here.
+        strike: Sends what kills a running command and all its descendants.
+        host_env: Variables of the launcher itself.
+
+    Raises:
+        SandboxError: the command cannot be given to a program, or nothing can be spawned.
+    """
+    ours: list[int] = []
+    theirs: list[int] = []
+    try:
+        for _ in range(4):
+            reader, writer = os.pipe()
+            ours.append(reader)
+            theirs.append(writer)
+            if command.owner is not None:
+                os.fchown(writer, *command.owner)  # else /dev/stdout cannot be opened inside
+        out, err, report, status = theirs
+        life = None if command.supervise else ours[3]
+        settings = _memory(command.settings(report=report, life=life))
+        theirs.append(settings)
+        if stdin is not None:
+            theirs.append(_memory(stdin))
+        argv = wrap([python, "-I", "-S", launcher, str(settings)], status)
+        process = await asyncio.create_subprocess_exec(
+            *argv,
+            stdin=asyncio.subprocess.DEVNULL if stdin is None else theirs[-1],
+            stdout=out,
+            stderr=err,
+            pass_fds=[report, settings] if life is None else [report, settings, status, life],
+            start_new_session=True,
+            env={**_HOST_ENV, **host_env},
+            cwd="/",
+        )
+    except BaseException as exc:
+        for fd in ours:
+            os.close(fd)
+        if isinstance(exc, OSError):
+            raise SandboxError(f"cannot start a command: {exc}") from exc
+        raise
+    finally:
+        for fd in theirs:
+            os.close(fd)
+    return RunningProcess(process, (ours[0], ours[1], ours[2], ours[3]), limits, strike)
+
+
+def strike_namespace(process: RunningProcess) -> None:
+    """Kill process 1 of the command's PID namespace, and so the whole namespace.
+
+    Never bubblewrap's outer process: killed while it sets the namespaces up, it would leave a
+    process 1 that waits for it forever.
+    """
+    process.report.doomed = True
+    _signal(process.report.pidfd, signal.SIGKILL)
+
+
+def strike_supervisor(process: RunningProcess) -> None:
+    """Tell a supervising launcher to kill its descendants and end; it may have been stopped."""
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGCONT)
+
+
+def _memory(data: bytes) -> int:
+    """A descriptor to read the data from: no writer to wait for, no limit of a pipe."""
+    fd = os.memfd_create("clawgym")
+    view: Any = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+    os.lseek(fd, 0, os.SEEK_SET)
+    return fd
+
+
+def _signal(pidfd: int | None, number: int) -> None:
+    if pidfd is not None:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(pidfd, number)
+
+
+def _seen(task: asyncio.Task[ProcessResult]) -> None:
+    """Mark a failure as seen: it is for those who wait, and there may be none."""
+    if not task.cancelled():
+        task.exception()
+
+
+async def _readable(fd: int) -> None:
+    loop = asyncio.get_running_loop()
+    ready = asyncio.Event()
+    loop.add_reader(fd, ready.set)
+    try:
+        await ready.wait()
+    finally:
+        loop.remove_reader(fd)

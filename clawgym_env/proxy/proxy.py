@@ -96,7 +96,8 @@ class Proxy:
         """Serve a rollout.
 
         Args:
-            session: The rollout's side.
+            session: The rollout's side. Where the proxy has a store, the rollout must have been
+                begun in it.
             key: The key that its harness will send; a fresh secret one where it is None.
 
         Returns:

@@ -1,6 +1,7 @@
 """Harnesses that hang up: what the policy notices and what is captured."""
 
 import asyncio
+import contextlib
 import socket
 import struct
 from pathlib import Path
@@ -97,6 +98,32 @@ async def test_a_reply_that_is_cut_in_the_middle_is_undelivered(
         calls = await served.proxy.seal("rollout-1")
     assert [c.delivered for c in calls] == [False, True]
     assert store.rollout("rollout-1").calls == calls
+
+
+@pytest.mark.parametrize("size", range(100_000, 400_000, 25_000))
+async def test_delivered_means_that_the_operating_system_has_every_byte(
+    tmp_path: Path, size: int
+) -> None:
+    """Around the size of the socket's buffer, where the rest of a reply is small or nothing."""
+    policy = ScriptedPolicy([Message("assistant", "x" * size)])
+    async with serving(policy, socket_path=tmp_path / "proxy.sock") as served:
+        with socket.socket(socket.AF_UNIX) as harness:
+            harness.connect(str(served.proxy.socket_path))
+            harness.sendall(raw_request(served.key, chat()))
+            await served.until(lambda: bool(served.session.captured))
+            for _ in range(50):
+                await asyncio.sleep(0)
+            whole = bool(served.settled)
+            if whole:
+                # The loop has no turn while this reads, so nothing can follow what is out.
+                harness.setblocking(False)
+                received = bytearray()
+                with contextlib.suppress(BlockingIOError):
+                    while piece := harness.recv(1 << 20):
+                        received += piece
+                assert received.endswith(b'"total_tokens":0}}')
+        (captured,) = await served.until_settled(1)
+    assert captured.delivered is whole
 
 
 async def test_a_reset_connection_is_noticed(store: CaptureStore) -> None:

@@ -119,9 +119,10 @@ async def test_unknown_fields_are_served_and_kept(client: httpx.AsyncClient) -> 
     assert served.settled[0].call.raw == body
 
 
+@pytest.mark.parametrize("closing", [False, True])
 @pytest.mark.parametrize("chunked", [False, True])
 async def test_a_body_of_20_mb_is_refused_without_being_held(
-    client: httpx.AsyncClient, chunked: bool
+    client: httpx.AsyncClient, chunked: bool, closing: bool
 ) -> None:
     size = 20 * 1024 * 1024
     piece = b"x" * 65536
@@ -134,6 +135,8 @@ async def test_a_body_of_20_mb_is_refused_without_being_held(
         headers = {"authorization": f"Bearer {served.key}"}
         if not chunked:
             headers["content-length"] = str(size)
+        if closing:
+            headers["connection"] = "close"
         url = f"{served.api}/chat/completions"
         tracemalloc.start()
         try:

@@ -83,7 +83,8 @@ class ChatText:
         tool_template: The template where tools are offered, if it is another.
         special: The tokenizer's special tokens.
         added: All its added tokens. Of the ones that are not special, those that the template
-            writes are control tokens; others, such as runs of spaces, are ordinary text.
+            writes or the parser reads are control tokens; others, such as runs of spaces, are
+            ordinary text.
     """
 
     def __init__(
@@ -97,8 +98,9 @@ class ChatText:
         self._template = template
         self._tool_template = tool_template or template
         literal = template.literal_text + self._tool_template.literal_text
+        literal += "\0".join(("", THINK_OPEN, THINK_CLOSE, CALL_OPEN, CALL_CLOSE))
         written = {token for token in added if token in literal and not token.isspace()}
-        control = {*special, *written, THINK_OPEN, THINK_CLOSE, CALL_OPEN, CALL_CLOSE}
+        control = {*special, *written}
         self._pattern = control_pattern(control)
         # Most templates drop the messages of roles that they do not know without a word.
         self._developer = "developer" if "developer" in literal else "system"

@@ -58,20 +58,29 @@ def load_model_files(directory: Path) -> ModelFiles:
             f"{directory} is not a directory; give the local directory of a model or tokenizer "
             f"({_SAVE})"
         )
-    source = directory / "tokenizer.json"
-    tokenizer = _tokenizer(source)
+    tokenizer = _tokenizer(directory / "tokenizer.json")
     config = _json(directory / "tokenizer_config.json")
     _add_tokens(tokenizer, config, directory / "tokenizer_config.json")
     template, tool_template, origin = _template(directory, config)
     special = _special_tokens(directory, config)
     stop_ids = _stop_ids(directory, tokenizer, special)
-    digest = hashlib.sha256(source.read_bytes())
-    added = {index: repr(t) for index, t in tokenizer.get_added_tokens_decoder().items()}
-    for part in (sorted(added.items()), template, tool_template, sorted(special.items()), stop_ids):
-        digest.update(json.dumps(part).encode())
     return ModelFiles(
-        tokenizer, template, tool_template, origin, special, stop_ids, digest.hexdigest()
+        tokenizer,
+        template,
+        tool_template,
+        origin,
+        special,
+        stop_ids,
+        _fingerprint(tokenizer, [template, tool_template, sorted(special.items()), stop_ids]),
     )
+
+
+def _fingerprint(tokenizer: tokenizers.Tokenizer, rest: list[Any]) -> str:
+    """Hash of what decides ids and text; saving a tokenizer again does not change it."""
+    parts = json.loads(tokenizer.to_str())
+    for unused in ("truncation", "padding", "post_processor"):
+        parts.pop(unused, None)
+    return hashlib.sha256(json.dumps([parts, rest], sort_keys=True).encode()).hexdigest()
 
 
 def _tokenizer(path: Path) -> tokenizers.Tokenizer:

@@ -51,7 +51,7 @@ REPLY = st.builds(
     st.lists(CALL, max_size=3).map(tuple),
 )
 SHIPPED = Path(__file__).parents[2] / "agents" / "models" / "chatml_tools.jinja"
-FEW = settings(max_examples=40, deadline=None)
+FEW = settings(max_examples=25, deadline=None)
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from clawgym_env.errors import RenderError
 from clawgym_env.rendering import Renderer, parse_text
 from clawgym_env.rendering.meaning import meaning
 
-FEW = settings(max_examples=60, deadline=None)
+FEW = settings(max_examples=40, deadline=None)
 
 REPLIES = [
     "hello<|im_end|>",

@@ -132,7 +132,16 @@ def test_transformers_saves_what_we_read(tmp_path: Path) -> None:
     messages = CONVERSATIONS["tools"]
     assert renderers[0].render(messages, [BASH]) == renderers[1].render(messages, [BASH])
     assert renderers[0].stop_ids == renderers[1].stop_ids
+    assert renderers[0].fingerprint == renderers[1].fingerprint
     assert renderers[1].vocab_size == len(theirs)
     assert [renderers[1].tokenizer.token_id(token) for token in CONTROL] == list(
         theirs.convert_tokens_to_ids(list(CONTROL))
     )
+
+
+def test_tags_that_are_not_tokens_are_encoded_as_any_text(tmp_path: Path) -> None:
+    directory = write_model(tmp_path, tags_are_tokens=False)
+    renderer, theirs = Renderer.from_pretrained(directory), AutoTokenizer.from_pretrained(directory)
+    messages = [user("see <tool_call>x</tool_call> and</think>"), assistant("<think>a")]
+    expected = theirs.apply_chat_template(message_dicts(messages), return_dict=False)
+    assert renderer.render(messages, add_generation_prompt=False) == tuple(expected)

@@ -45,7 +45,7 @@ def structure(renderer: Renderer, ids: tuple[int, ...]) -> list[str]:
     return [control[index] for index in ids if index in control]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(TEXT, TEXT, TEXT)
 def test_no_text_of_a_conversation_becomes_control(
     renderer: Renderer, first: str, second: str, third: str

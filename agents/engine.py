@@ -33,7 +33,8 @@ class Engine:
 
     Args:
         policy: The policy, whose weights are read in place.
-        max_batch: The most sequences in one step; others wait.
+        max_batch: The most sequences in one step; others wait. Their keys and values take memory
+            for this many of the longest sequence so far.
         default: Sampling parameters where a request leaves them open; where both do, the model's
             own distribution up to the end of the context.
         max_context: The most tokens, prompt and reply together; the model's own limit if None.

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model
@@ -305,18 +305,19 @@ def _load_model(directory: Path, dtype: str, device: str) -> PreTrainedModel:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         with no_progress_bars():
-            model, report = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 directory, dtype=_DTYPES[dtype], local_files_only=True, output_loading_info=True
             )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ConfigError(f"{directory} does not load as a causal LM: {error}") from error
+    model, report = loaded
     if missing := sorted(report["missing_keys"]):
         raise ConfigError(
             f"{directory} lacks {len(missing)} of its model's weights, {missing[0]} among them; "
             f"fetch or save the model again"
         )
     try:
-        model = model.to(device)  # type: ignore[arg-type]
+        model = model.to(device)
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"device {device!r} cannot be used: {error}") from error
     assert isinstance(model, PreTrainedModel)

@@ -314,10 +314,11 @@ def test_pauses_take_turns(engine: Engine) -> None:
 def test_weights_that_change_under_one_version_are_an_error(
     policy: CausalPolicy, engine: Engine
 ) -> None:
+    optimiser = torch.optim.AdamW(policy.parameters(), lr=0.01)
+    policy.model(input_ids=torch.tensor([[1, 2, 3]])).logits.square().mean().backward()
     with pytest.raises(PolicyError, match=r"call policy.updated\(\) after each optimiser step"):
         with engine.paused():
-            with torch.no_grad():
-                policy.parameters()[0].mul_(2)
+            optimiser.step()
     with engine.paused():
         policy.updated()
     assert_exact(policy, [1], engine.submit([1], Sampling(max_tokens=5)).result())

@@ -81,7 +81,10 @@ def test_transformers_loads_it(tmp_path: Path) -> None:
     assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
     assert model.generation_config.eos_token_id == [tokenizer.eos_token_id, tokenizer.pad_token_id]
     prompt = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "find it"}], add_generation_prompt=True, return_tensors="pt"
+        [{"role": "user", "content": "find it"}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
     )
     assert model(**prompt).logits.isfinite().all()
 
@@ -111,7 +114,10 @@ def test_the_renderer_reads_it_as_transformers_does(tiny_directory: Path) -> Non
     ]
     function = {"name": "bash", "description": "Run.", "parameters": tool.parameters}
     expected = tokenizer.apply_chat_template(
-        plain, tools=[{"type": "function", "function": function}], add_generation_prompt=True
+        plain,
+        tools=[{"type": "function", "function": function}],
+        add_generation_prompt=True,
+        return_dict=True,
     )["input_ids"]
     assert list(renderer.render(messages, (tool,))) == expected
     parsed = renderer.parse(renderer.encode_reply(messages[2]), (tool,))

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from tiny_models import SHAPE, tiny
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 from torch.nn.attention.flex_attention import flex_attention
 
 from agents.attention import (
@@ -141,6 +142,20 @@ def test_flex_attention_under_the_block_mask_equals_the_dense_reference() -> Non
     expected = dense_attention(q, k, v, layout, 0.3)
     assert isinstance(output, Tensor)
     assert torch.allclose(output.transpose(1, 2), expected, rtol=1e-10, atol=1e-12)
+
+
+def test_other_lengths_and_trees_do_not_compile_anew() -> None:
+    counter = CompileCounter()
+    compiled = torch.compile(flex_attention, dynamic=True, backend=counter)
+    for tokens in (300, 700, 129, 1000):
+        layout = TreeLayout.of(forest(tokens, tokens))
+        q, k, v = (torch.randn(1, h, tokens, 8) for h in (4, 2, 2))
+        with torch.no_grad():
+            mask = layout.block_mask(q.device)
+            output = compiled(q, k, v, block_mask=mask, scale=0.3, enable_gqa=True)
+        expected = dense_attention(q, k, v, layout, 0.3).float()
+        assert torch.allclose(output.transpose(1, 2), expected, atol=1e-4)
+    assert counter.frame_count == 1
 
 
 @pytest.mark.gpu

@@ -20,9 +20,6 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-# Models this small spend their time waiting for a second thread, above all on a busy machine.
-torch.set_num_threads(1)
-
 SHAPE: dict[str, Any] = {
     "vocab_size": 16,
     "hidden_size": 32,

@@ -1,0 +1,1 @@
+"""Measurements of clawgym: one file a benchmark, listed in ``registry``."""

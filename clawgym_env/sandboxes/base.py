@@ -4,8 +4,8 @@ Nothing here knows how isolation is done, nor what runs inside. The invariant ev
 what is started in a sandbox, and everything that starts from it, is dead when `Process.wait`
 returns, and `Sandbox.destroy` leaves no process, mount or file.
 
-All methods are coroutines of one event loop, which may run in any thread. Processes die with that
-thread, and with the process it belongs to.
+All methods are coroutines of one event loop, which may run in any thread. Should the process that
+made a sandbox be killed, every process in the sandbox dies too.
 """
 
 from __future__ import annotations

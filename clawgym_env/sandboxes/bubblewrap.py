@@ -225,7 +225,7 @@ def _identity(uid: int | None) -> _Identity:
 
 
 def _namespaces(identity: _Identity, *, network: bool) -> list[str]:
-    """The namespaces, and how the sandbox ends with its parent."""
+    """The namespaces. That the sandbox ends with its manager is the launcher's work."""
     options = ["--unshare-ipc", "--unshare-pid", "--unshare-uts", "--unshare-cgroup-try"]
     if not network:
         options.append("--unshare-net")
@@ -235,7 +235,7 @@ def _namespaces(identity: _Identity, *, network: bool) -> list[str]:
     else:
         # Two capabilities for the launcher, which loses them when it gives root up.
         options += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
-    return [*options, "--as-pid-1", "--die-with-parent", "--new-session", "--hostname", "clawgym"]
+    return [*options, "--as-pid-1", "--new-session", "--hostname", "clawgym"]
 
 
 def _system() -> list[str]:

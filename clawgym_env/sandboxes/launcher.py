@@ -5,7 +5,7 @@ the loopback port that leads to the model, forks and executes the command under 
 stays: as the forwarder from that port to the model's Unix socket, as the reaper of orphans, and as
 the reporter of how the command ended. When the command ends, so does everything it started. In a
 PID namespace this program is process 1 and the kernel does that; elsewhere it is a child subreaper
-and kills its descendants itself, also when it is told to stop. It never outlives its parent.
+and kills its descendants itself, also when it is told to stop. It never outlives the manager.
 
 It knows nothing of HTTP, tasks or rollouts, imports the standard library only, and runs as
 ``python3 -I -S launcher.py SETTINGS_FD`` on any Python from 3.8.
@@ -24,9 +24,13 @@ import signal
 import socket
 import sys
 import time
-from typing import Any, NoReturn
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # importing typing would cost a quarter of the whole start
+    from typing import Any, NoReturn
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_DUMPABLE = 4
 _PR_SET_CHILD_SUBREAPER = 36
 _CHUNK = 65_536
 _BACKLOG = 1_024
@@ -201,7 +205,7 @@ class Forwarder:
 
 
 def _prctl(option: int, value: int) -> None:
-    import ctypes  # here, since it costs 3 ms and bubblewrap's sandboxes need none of it
+    import ctypes  # here, since it costs 3 ms and is not always needed
 
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
@@ -221,15 +225,26 @@ def _close_all_but(kept: set[int]) -> None:
         os.set_inheritable(fd, False)
 
 
-def _watch_life(selector: selectors.BaseSelector, fd: int, stop: list[int]) -> None:
-    """Stop when the other end of a pipe is closed, without reading what others read from it.
+def _watch_lives(
+    selector: selectors.BaseSelector, manager: int, parent: int | None, stop: list[int]
+) -> None:
+    """Stop when the manager ends, or the process between it and us.
 
-    The kernel's signal at a parent's death (PR_SET_PDEATHSIG) does not do here: it comes with the
-    parent's credentials, and bubblewrap without capabilities may not signal another uid.
+    The kernel's signal at a parent's death (PR_SET_PDEATHSIG, bubblewrap's --die-with-parent) does
+    not do: it follows a thread and not a process; it comes with the parent's credentials, which
+    may not signal another uid; and it leaves a process behind where it strikes bubblewrap early.
+
+    Args:
+        selector: Where the rest is watched.
+        manager: A pidfd.
+        parent: A pipe whose other end the process between holds, and nobody else; others read it.
+        stop: Gets an entry.
     """
-    life = select.epoll()
-    life.register(fd, 0)  # no event but the hang-up, which always comes
-    selector.register(life, selectors.EVENT_READ, lambda events: stop.append(signal.SIGHUP))
+    selector.register(manager, selectors.EVENT_READ, lambda events: stop.append(signal.SIGHUP))
+    if parent is not None:
+        life = select.epoll()
+        life.register(parent, 0)  # no event but the hang-up, which always comes
+        selector.register(life, selectors.EVENT_READ, lambda events: stop.append(signal.SIGHUP))
 
 
 def _drop_root(uid: int, gid: int) -> None:
@@ -335,15 +350,18 @@ def main() -> int:
         # marshal and not json: the settings come from our own parent, and the import is free.
         settings: dict[str, Any] = marshal.loads(file.read())
     report_fd: int = settings["report"]
-    life_fd: int | None = settings["life"]
+    manager_fd: int = settings["manager"]
+    parent_fd: int | None = settings["parent"]
     supervise: bool = settings["supervise"]
     stop: list[int] = []
     try:
-        _close_all_but({0, 1, 2, report_fd} | (set() if life_fd is None else {life_fd}))
+        between = set() if parent_fd is None else {parent_fd}
+        _close_all_but({0, 1, 2, report_fd, manager_fd} | between)
         if settings["owner"] is not None:
-            _drop_root(*settings["owner"])
+            _drop_root(*settings["owner"])  # after that nobody of this uid may trace us
+        elif not supervise:
+            _prctl(_PR_SET_DUMPABLE, 0)  # here neither: a stopped launcher would outlive all
         if supervise:
-            _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
             _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         os.chdir(settings["cwd"])
 
@@ -358,8 +376,7 @@ def main() -> int:
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         if supervise:
             signal.signal(signal.SIGTERM, lambda number, frame: stop.append(number))
-        if life_fd is not None:
-            _watch_life(selector, life_fd, stop)
+        _watch_lives(selector, manager_fd, parent_fd, stop)
         forwarder = None
         if settings["port"] is not None:
             forwarder = Forwarder(selector, settings["port"], settings["socket"])
@@ -376,7 +393,6 @@ def main() -> int:
 
     status = None
     try:
-        # A closed pipe here means that the parent died before its death could be signalled.
         os.write(report_fd, b"started\n")
         status = _serve(selector, forwarder, command, stop)
     finally:

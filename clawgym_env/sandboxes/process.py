@@ -3,9 +3,8 @@
 It isolates nothing: commands run as the caller, see the caller's files and network, and reach the
 model through the proxy's TCP port. What it does keep is order: a private workspace, home and
 temporary directory, a clean environment, and no process left behind. Each command runs under a
-launcher that adopts its orphans and kills them at the end; the launcher itself ends with the thread
-that spawned it. Should somebody kill the launcher, its processes are found by a mark in their
-environment.
+launcher that adopts its orphans and kills them at the end, or when the manager ends. Should
+somebody kill the launcher, its processes are found by a mark in their environment.
 """
 
 from __future__ import annotations

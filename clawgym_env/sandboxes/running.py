@@ -1,9 +1,9 @@
 """One command under the launcher, seen from the host: its pipes, its limits and its end.
 
-Everything here runs in the event loop's own thread: the kernel kills a sandbox when the *thread*
-that spawned it ends. Output is read as it comes and only its end is kept, so that a program can
-flood neither memory nor disk, nor block. This module knows nothing of how a backend isolates: it
-is given the command line that leads to the launcher, and how to strike.
+Everything here runs in the event loop's own thread. Output is read as it comes and only its end is
+kept, so that a program can flood neither memory nor disk, nor block. The launcher gets a pidfd of
+this process, and ends with it. This module knows nothing of how a backend isolates: it is given
+the command line that leads to the launcher, and how to strike.
 """
 
 from __future__ import annotations
@@ -57,12 +57,13 @@ class Command:
     socket: str
     rlimits: Mapping[str, int]
 
-    def settings(self, *, report: int, life: int | None) -> bytes:
+    def settings(self, *, report: int, manager: int, parent: int | None) -> bytes:
         """The launcher's settings.
 
         Args:
             report: The descriptor it reports to.
-            life: The descriptor at whose hang-up it ends, or None.
+            manager: A pidfd; it ends with that process.
+            parent: A pipe at whose hang-up it ends, or None.
 
         Raises:
             SandboxError: the command line or the environment cannot be given to a program.
@@ -88,7 +89,8 @@ class Command:
                 "socket": self.socket,
                 "limits": dict(self.rlimits),
                 "report": report,
-                "life": life,
+                "manager": manager,
+                "parent": parent,
             },
             4,
         )
@@ -270,7 +272,7 @@ class RunningProcess:
                 await self.report.started
         except TimeoutError:
             self.report.failure = f"the command had not started after {_START_S:.0f} s"
-        if self.report.failure is not None:
+        if self.report.failure is not None and not self._flooded:
             await self.kill()
             tail = f"; stderr: {self.stderr_tail}" if self.stderr_tail else ""
             raise SandboxError(f"cannot start a command: {self.report.failure}{tail}")
@@ -401,9 +403,14 @@ async def launch(
             if command.owner is not None:
                 os.fchown(writer, *command.owner)  # else /dev/stdout cannot be opened inside
         out, err, report, status = theirs
-        life = None if command.supervise else ours[3]
-        settings = _memory(command.settings(report=report, life=life))
+        manager = os.pidfd_open(os.getpid())
+        theirs.append(manager)
+        parent = None if command.supervise else ours[3]
+        settings = _memory(command.settings(report=report, manager=manager, parent=parent))
         theirs.append(settings)
+        passed = [report, manager, settings]
+        if parent is not None:
+            passed += [status, parent]
         if stdin is not None:
             theirs.append(_memory(stdin))
         argv = wrap([python, "-I", "-S", launcher, str(settings)], status)
@@ -412,7 +419,7 @@ async def launch(
             stdin=asyncio.subprocess.DEVNULL if stdin is None else theirs[-1],
             stdout=out,
             stderr=err,
-            pass_fds=[report, settings] if life is None else [report, settings, status, life],
+            pass_fds=passed,
             start_new_session=True,
             env={**_HOST_ENV, **host_env},
             cwd="/",

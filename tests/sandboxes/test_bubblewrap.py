@@ -380,6 +380,7 @@ async def test_launcher_cannot_be_struck_from_inside(create):
     async with create() as box:
         script = "kill -KILL 1; kill -STOP 1; kill -TERM 1; kill -HUP $PPID; echo alive"
         assert (await box.exec(["sh", "-c", script])).stdout == b"alive\n"
+        assert b"denied" in (await box.exec(["cat", "/proc/1/environ"])).stderr
 
 
 async def test_outer_process_killed_alone(create, mark):

@@ -53,7 +53,7 @@ def tiny(kind: str, dtype: torch.dtype = torch.float64, **changes: Any) -> PreTr
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.add_(0.1 * torch.randn_like(parameter))
-    if kind == "mixtral":
+    if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # the fused one has no float64
     model = model.to(dtype)
     if dtype == torch.float64:

@@ -18,18 +18,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from clawgym_env.errors import SandboxError
 from clawgym_env.sandboxes.base import Limits, ProcessResult
+from clawgym_env.sandboxes.pipes import Lines, Pump, Tail, memory_file, readable
 
 LAUNCHER = Path(__file__).with_name("launcher.py")
 
 _START_S = 60.0  # far above any start seen, even with hundreds at once
 _STRIKE_S = 10.0
-_CHUNK = 65_536
-_DRAIN_CHUNKS = 16  # the largest pipe that Linux makes by default
-_REPORT_BYTES = 65_536
 _HOST_ENV = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"}
 
 
@@ -96,78 +93,6 @@ class Command:
         )
 
 
-class _Tail:
-    """The end of a stream, and how long the stream was."""
-
-    def __init__(self, keep: int) -> None:
-        self.keep = keep
-        self.total = 0
-        self._data = bytearray()
-
-    def add(self, data: bytes) -> None:
-        self.total += len(data)
-        self._data += data
-        if len(self._data) > 2 * self.keep:
-            del self._data[: -self.keep]
-
-    @property
-    def data(self) -> bytes:
-        return bytes(self._data[-self.keep :])
-
-
-class _Lines:
-    """Cuts a stream into lines; what comes after the first 64 KiB is dropped."""
-
-    def __init__(self) -> None:
-        self._rest = b""
-        self._size = 0
-
-    def add(self, data: bytes) -> list[bytes]:
-        self._size += len(data)
-        if self._size > _REPORT_BYTES:
-            return []
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        return lines
-
-
-class _Pump:
-    """Reads a pipe whenever it has something, until its end or `close`."""
-
-    def __init__(self, fd: int, take: Callable[[bytes], None], end: Callable[[], None]) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._fd = fd
-        self._take = take
-        self._end = end
-        os.set_blocking(fd, False)
-        self._loop.add_reader(fd, self._read)
-
-    def _read(self) -> bool:
-        """Read once; False where there is nothing more for now or ever."""
-        try:
-            data = os.read(self._fd, _CHUNK)
-        except BlockingIOError:
-            return False
-        if data:
-            self._take(data)
-            return True
-        self._stop()
-        return False
-
-    def _stop(self) -> None:
-        if self._fd >= 0:
-            self._loop.remove_reader(self._fd)
-            os.close(self._fd)
-            self._fd = -1
-            self._end()
-
-    def close(self) -> None:
-        """Take what is already in the pipe and close it, though somebody may hold its other end."""
-        for _ in range(_DRAIN_CHUNKS):
-            if self._fd < 0 or not self._read():
-                break
-        self._stop()
-
-
 class _Report:
     """What the launcher says of the command, and bubblewrap of the launcher."""
 
@@ -177,8 +102,8 @@ class _Report:
         self.doomed = False  # whether process 1 is to be killed as soon as it is known
         self.failure: str | None = None
         self.returncode: int | None = None
-        self._lines = _Lines()
-        self._status = _Lines()
+        self._lines = Lines()
+        self._status = Lines()
 
     def take(self, data: bytes) -> None:
         """A piece of the launcher's report."""
@@ -233,12 +158,12 @@ class RunningProcess:
         self._clock: asyncio.TimerHandle | None = None
         self._began = time.monotonic()
         self.report = _Report()
-        self._out, self._err = _Tail(limits.tail_kb << 10), _Tail(limits.tail_kb << 10)
+        self._out, self._err = Tail(limits.tail_kb << 10), Tail(limits.tail_kb << 10)
         self._pumps = (
-            _Pump(pipes[0], lambda data: self._output(self._out, data), lambda: None),
-            _Pump(pipes[1], lambda data: self._output(self._err, data), lambda: None),
-            _Pump(pipes[2], self.report.take, self.report.end),
-            _Pump(pipes[3], self.report.take_status, lambda: None),
+            Pump(pipes[0], lambda data: self._output(self._out, data), lambda: None),
+            Pump(pipes[1], lambda data: self._output(self._err, data), lambda: None),
+            Pump(pipes[2], self.report.take, self.report.end),
+            Pump(pipes[3], self.report.take_status, lambda: None),
         )
         self._pidfd: int | None = None
         with contextlib.suppress(ProcessLookupError):  # it has ended already
@@ -315,7 +240,7 @@ class RunningProcess:
         # Through a descriptor: the pid may be reaped, and taken by another, at any moment.
         _signal(self._pidfd, number)
 
-    def _output(self, tail: _Tail, data: bytes) -> None:
+    def _output(self, tail: Tail, data: bytes) -> None:
         tail.add(data)
         limit = self._limits.output_kb
         if limit is not None and self._out.total + self._err.total > limit << 10:
@@ -332,7 +257,7 @@ class RunningProcess:
             status = await self._process.wait()
             if self.report.pidfd is not None:
                 # Usually dead by now; not so where somebody killed the outer process alone.
-                await _readable(self.report.pidfd)
+                await readable(self.report.pidfd)
         except BaseException:
             self.strike()
             raise
@@ -406,13 +331,13 @@ async def launch(
         manager = os.pidfd_open(os.getpid())
         theirs.append(manager)
         parent = None if command.supervise else ours[3]
-        settings = _memory(command.settings(report=report, manager=manager, parent=parent))
+        settings = memory_file(command.settings(report=report, manager=manager, parent=parent))
         theirs.append(settings)
         passed = [report, manager, settings]
         if parent is not None:
             passed += [status, parent]
         if stdin is not None:
-            theirs.append(_memory(stdin))
+            theirs.append(memory_file(stdin))
         argv = wrap([python, "-I", "-S", launcher, str(settings)], status)
         process = await asyncio.create_subprocess_exec(
             *argv,
@@ -452,16 +377,6 @@ def strike_supervisor(process: RunningProcess) -> None:
     process.send_signal(signal.SIGCONT)
 
 
-def _memory(data: bytes) -> int:
-    """A descriptor to read the data from: no writer to wait for, no limit of a pipe."""
-    fd = os.memfd_create("clawgym")
-    view: Any = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
-    os.lseek(fd, 0, os.SEEK_SET)
-    return fd
-
-
 def _signal(pidfd: int | None, number: int) -> None:
     if pidfd is not None:
         with contextlib.suppress(ProcessLookupError):
@@ -472,13 +387,3 @@ def _seen(task: asyncio.Task[ProcessResult]) -> None:
     """Mark a failure as seen: it is for those who wait, and there may be none."""
     if not task.cancelled():
         task.exception()
-
-
-async def _readable(fd: int) -> None:
-    loop = asyncio.get_running_loop()
-    ready = asyncio.Event()
-    loop.add_reader(fd, ready.set)
-    try:
-        await ready.wait()
-    finally:
-        loop.remove_reader(fd)

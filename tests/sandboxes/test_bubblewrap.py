@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from conftest import maker, usable
+from sandbox_making import maker, usable
 
 from clawgym_env.errors import SandboxError
 from clawgym_env.sandboxes import Limits, Mount

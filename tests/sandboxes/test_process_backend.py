@@ -4,7 +4,7 @@ import os
 import signal
 
 import pytest
-from conftest import maker, usable
+from sandbox_making import maker, usable
 
 from clawgym_env.errors import SandboxError, UnknownNameError
 from clawgym_env.sandboxes import BACKENDS, Limits, Mount, default_backend, get_backend

@@ -6,7 +6,9 @@ GRPO makes it good at tasks that it has never seen.
 
 from __future__ import annotations
 
+from agents.advantages import AdvantageSettings
 from agents.grpo import GRPOSettings
+from agents.losses import LossSettings
 from agents.runs import RunSettings
 from agents.warmstart import CloneSettings
 
@@ -19,12 +21,19 @@ def demo_settings(*, seed: int = 0, sandbox: str | None = None) -> RunSettings:
         sandbox: Backend's name, or None for the best that works here.
     """
     return RunSettings(
-        tasks="key_lookup:level=1,split=train,n=5000",
-        held_out="key_lookup:level=1,split=test,n=200",
+        tasks="key_lookup:level=2,split=train",
+        held_out="key_lookup:level=2,split=test,n=200",
         sandbox=sandbox,
-        demonstrations=600,
-        clone=CloneSettings(seed=seed, context_weight=0.2),
-        grpo=GRPOSettings(seed=seed, max_reply_tokens=96),
+        demonstrations=800,
+        clone=CloneSettings(seed=seed),
+        grpo=GRPOSettings(
+            learning_rate=1e-3,
+            warmup_steps=3,
+            advantages=AdvantageSettings(scale="std"),
+            loss=LossSettings(clip_high=0.28),
+            max_reply_tokens=64,
+            seed=seed,
+        ),
         steps=30,
         max_calls=6,
         wall_s=60.0,

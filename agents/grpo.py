@@ -52,6 +52,7 @@ class GRPOSettings:
         tasks_per_step: Groups a step.
         group_size: Rollouts a group.
         learning_rate: AdamW's.
+        warmup_steps: Steps in which the learning rate rises to its value.
         weight_decay: AdamW's.
         epochs: Passes over a step's rollouts; from the second on the clip matters.
         minibatches: Optimiser steps a pass; groups are spread over them.
@@ -71,6 +72,7 @@ class GRPOSettings:
     tasks_per_step: int = 8
     group_size: int = 8
     learning_rate: float = 3e-4
+    warmup_steps: int = 0
     weight_decay: float = 0.0
     epochs: int = 1
     minibatches: int = 1
@@ -165,6 +167,7 @@ class TreeGRPO:
             policy.parameters(),
             lr=self.settings.learning_rate,
             weight_decay=self.settings.weight_decay,
+            betas=(0.9, 0.95),
         )
         self._rng = np.random.default_rng(self.settings.seed)
         self._collector: Collector | None = None
@@ -243,6 +246,9 @@ class TreeGRPO:
         model = self.policy.model
         with self._sampling_engine().paused():
             model.train()
+            rate = min(1.0, (self.step + 1) / max(1, settings.warmup_steps))
+            for group in self.optimizer.param_groups:
+                group["lr"] = settings.learning_rate * rate
             share = min(settings.minibatches, len(trees))
             batches = [self._rows(trees[i::share], advantages) for i in range(share)]
             for _ in range(settings.epochs):

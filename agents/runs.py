@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+import torch
 from rich.console import Console
 
 from agents import checkpoints
@@ -228,6 +229,17 @@ class Run:
 
     def execute(self) -> RunResult:
         """Do the stages that are not done."""
+        threads = torch.get_num_threads()
+        if self.settings.model is None and self.settings.size in ("200k", "1m"):
+            # So small a model gains nothing by a second thread, and waits for it when the
+            # sandboxes want the core.
+            torch.set_num_threads(1)
+        try:
+            return self._stages()
+        finally:
+            torch.set_num_threads(threads)
+
+    def _stages(self) -> RunResult:
         with self._trainer() as trainer:
             before = self._evaluation("before", trainer)
             if not (self.directory / "after.json").is_file():

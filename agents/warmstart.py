@@ -12,10 +12,14 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any, Literal
 
+import numpy as np
 import torch
-from torch.nn import functional
 
+from agents.attention import base_model, output_head, tree_hidden, use_tree_attention
+from agents.layout import TreeLayout
+from agents.losses import chunked_logprobs
 from agents.models.policy import CausalPolicy
 from agents.models.tiny import TEMPLATE
 from agents.rollouts import Collector, Job
@@ -26,12 +30,8 @@ from clawgym_env.rendering import Renderer
 from clawgym_env.rendering.template import ChatTemplate
 from clawgym_env.spaces import message_to_dict, tool_to_dict
 from clawgym_env.tasks import Task
-from clawgym_env.tree_export import trajectories
 from clawgym_env.tree_rules import TreeRules
 from clawgym_env.trees import PrefixTree
-
-IGNORED = -100
-"""Label of a token that is not trained on, as torch's cross entropy has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,30 +40,42 @@ class CloneSettings:
 
     Attributes:
         epochs: Passes over the demonstrations.
-        batch_size: Trajectories a step.
-        learning_rate: Peak of AdamW's, reached after the warm-up and falling to a tenth (cosine).
-        warmup: Share of the steps in which the learning rate rises.
-        weight_decay: AdamW's.
-        context_weight: Weight of the loss on tokens that the model did not write (instructions,
-            tool results) beside 1.0 for those that it did; reading teaches a model that starts
-            from random weights to copy.
+        batch_size: Demonstrations a step; they are packed into one tree, so that what they share
+            is computed once.
+        optimizer: ``muon`` for the matrices between the embeddings (Jordan et al., Muon, 2024)
+            with AdamW for the rest, or ``adamw`` for all.
+        muon_learning_rate: Muon's peak.
+        learning_rate: AdamW's peak. Both peaks are reached after the warm-up and then fall
+            linearly to a twentieth.
+        warmup: Steps in which the learning rates rise.
+        context_weight: Weight of the loss on tokens that the demonstrator did not write
+            (instructions, tool results) beside 1.0 for those that it did; reading teaches a model
+            that starts from random weights to copy.
         max_grad_norm: Bound on the gradient's norm.
-        seed: Order of the trajectories.
+        seed: Order of the demonstrations.
     """
 
-    epochs: int = 4
-    batch_size: int = 16
+    epochs: int = 6
+    batch_size: int = 4
+    optimizer: Literal["muon", "adamw"] = "muon"
+    muon_learning_rate: float = 0.02
     learning_rate: float = 3e-3
-    warmup: float = 0.05
-    weight_decay: float = 0.0
-    context_weight: float = 0.0
+    warmup: int = 20
+    context_weight: float = 0.5
     max_grad_norm: float = 1.0
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "batch_size", "learning_rate", "max_grad_norm"):
+        for name in ("epochs", "batch_size", "learning_rate", "muon_learning_rate", "warmup"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} is above 0; got {getattr(self, name)!r}")
+        if not self.max_grad_norm > 0 or self.context_weight < 0:
+            raise ConfigError(
+                f"max_grad_norm is above 0 and context_weight not below; got "
+                f"{self.max_grad_norm!r} and {self.context_weight!r}"
+            )
+        if self.optimizer not in ("muon", "adamw"):
+            raise ConfigError(f"optimizer is 'muon' or 'adamw'; got {self.optimizer!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,87 +190,88 @@ def clone(
         ConfigError: No rollout has a call to train on.
     """
     settings = settings or CloneSettings()
-    rows = _rows(rollouts)
-    if not rows:
+    usable = [r for r in rollouts if any(c.completion.token_ids for c in r.calls)]
+    if not usable:
         raise ConfigError("no demonstration has a reply with token ids to clone")
-    per_epoch = math.ceil(len(rows) / settings.batch_size)
+    use_tree_attention(policy.model)
+    per_epoch = math.ceil(len(usable) / settings.batch_size)
     steps = settings.epochs * per_epoch
-    model = policy.model
-    optimizer = torch.optim.AdamW(
-        policy.parameters(),
-        lr=settings.learning_rate,
-        weight_decay=settings.weight_decay,
-        betas=(0.9, 0.98),
-    )
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: _rate(step, steps, settings.warmup)
-    )
+    optimizers = _optimizers(policy, settings)
+    schedules = [
+        torch.optim.lr_scheduler.LambdaLR(o, lambda step: _rate(step, steps, settings.warmup))
+        for o in optimizers
+    ]
     order = random.Random(settings.seed)
-    model.train()
+    policy.model.train()
     losses: list[float] = []
     for epoch in range(settings.epochs):
-        order.shuffle(rows)
+        order.shuffle(usable)
         for batch in range(per_epoch):
-            chosen = rows[batch * settings.batch_size : (batch + 1) * settings.batch_size]
+            chosen = usable[batch * settings.batch_size : (batch + 1) * settings.batch_size]
             loss, shown = _loss(policy, chosen, settings.context_weight)
-            optimizer.zero_grad(set_to_none=True)
+            for optimizer in optimizers:
+                optimizer.zero_grad(set_to_none=True)
             loss.backward()  # type: ignore[no-untyped-call]
             torch.nn.utils.clip_grad_norm_(policy.parameters(), settings.max_grad_norm)
-            optimizer.step()
-            schedule.step()
+            for optimizer, schedule in zip(optimizers, schedules, strict=True):
+                optimizer.step()
+                schedule.step()
             losses.append(shown)
             if on_step is not None:
                 on_step(CloneStep(epoch * per_epoch + batch + 1, steps, shown))
-    model.eval()
+    policy.model.eval()
     policy.updated()
     return sum(losses[-per_epoch:]) / per_epoch
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """One trajectory: its ids, and which of them the demonstrator wrote."""
-
-    ids: tuple[int, ...]
-    actions: tuple[bool, ...]
-
-
-def _rows(rollouts: Sequence[Rollout]) -> list[_Row]:
-    rules = TreeRules(unsampled=True)
-    return [
-        _Row(tuple(path.token_ids.tolist()), tuple(path.action_mask.tolist()))
-        for rollout in rollouts
-        for path in trajectories(PrefixTree.from_rollouts([rollout], rules))
-    ]
+def _optimizers(policy: CausalPolicy, settings: CloneSettings) -> list[torch.optim.Optimizer]:
+    """Muon for the hidden matrices and AdamW for embeddings and norms, or AdamW for all."""
+    base: Any = base_model(policy.model)
+    tables = (base.get_input_embeddings(), base.get_output_embeddings())
+    embeddings = {id(table.weight) for table in tables if table is not None}
+    hidden: list[torch.nn.Parameter] = []
+    other: list[torch.nn.Parameter] = []
+    for parameter in policy.parameters():
+        muon = settings.optimizer == "muon" and parameter.ndim == 2
+        (hidden if muon and id(parameter) not in embeddings else other).append(parameter)
+    found: list[torch.optim.Optimizer] = []
+    if hidden:
+        found.append(
+            torch.optim.Muon(
+                hidden,
+                lr=settings.muon_learning_rate,
+                weight_decay=0.0,
+                adjust_lr_fn="original",
+            )
+        )
+    if other:
+        found.append(
+            torch.optim.AdamW(other, lr=settings.learning_rate, weight_decay=0.0, betas=(0.9, 0.95))
+        )
+    return found
 
 
 def _loss(
-    policy: CausalPolicy, rows: Sequence[_Row], context_weight: float
+    policy: CausalPolicy, rollouts: Sequence[Rollout], context_weight: float
 ) -> tuple[torch.Tensor, float]:
-    """The batch's weighted loss, and the plain mean over its action tokens."""
-    width = max(len(row.ids) for row in rows)
-    ids = torch.zeros(len(rows), width, dtype=torch.int64)
-    labels = torch.full((len(rows), width), IGNORED, dtype=torch.int64)
-    weights = torch.zeros(len(rows), width)
-    for index, row in enumerate(rows):
-        size = len(row.ids)
-        ids[index, :size] = torch.tensor(row.ids)
-        labels[index, :size] = ids[index, :size]
-        weights[index, :size] = torch.where(torch.tensor(row.actions), 1.0, context_weight)
+    """The batch's weighted loss, and the plain mean over its action tokens.
+
+    The batch is one tree: each token but the roots' first is predicted by its predecessor.
+    """
+    tree = PrefixTree.from_rollouts(rollouts, TreeRules(unsampled=True))
     device = policy.device
-    ids, labels, weights = ids.to(device), labels[:, 1:].to(device), weights[:, 1:].to(device)
-    # Padding is at the end and attention causal, so it is seen by nothing that counts.
-    logits = policy.model(input_ids=ids, use_cache=False).logits[:, :-1]
-    losses = functional.cross_entropy(
-        logits.transpose(1, 2).float(), labels, ignore_index=IGNORED, reduction="none"
-    )
-    actions = (weights == 1.0) & (labels != IGNORED)
-    shown = float(losses.detach()[actions].mean())
-    return (losses * weights).sum() / weights.sum(), shown
+    ids = torch.from_numpy(tree.tokens.astype(np.int64)).to(device)
+    positions = torch.from_numpy(tree.depth).to(device)
+    hidden = tree_hidden(policy.model, ids[None], positions[None], TreeLayout.of(tree.subtree_end))
+    predicted = np.flatnonzero(tree.predecessor >= 0)
+    actions = torch.from_numpy(tree.action_mask[predicted]).to(device)
+    sources = torch.from_numpy(tree.predecessor[predicted]).to(device)
+    targets = ids[torch.from_numpy(predicted).to(device)]
+    logprobs, _ = chunked_logprobs(hidden[sources], output_head(policy.model), targets)
+    weights = torch.where(actions, 1.0, context_weight)
+    shown = -float(logprobs.detach()[actions].mean())
+    return -(logprobs * weights).sum() / weights.sum(), shown
 
 
-def _rate(step: int, steps: int, warmup: float) -> float:
-    rising = max(1, int(steps * warmup))
-    if step < rising:
-        return (step + 1) / rising
-    progress = (step - rising) / max(1, steps - rising)
-    return 0.1 + 0.45 * (1 + math.cos(math.pi * progress))
+def _rate(step: int, steps: int, warmup: int) -> float:
+    return min(1.0, (step + 1) / warmup) * max(0.05, 1 - step / steps)

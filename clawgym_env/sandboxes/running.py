@@ -27,6 +27,7 @@ LAUNCHER = Path(__file__).with_name("launcher.py")
 
 _START_S = 60.0  # far above any start seen, even with hundreds at once
 _STRIKE_S = 10.0
+_AGAIN_S = 0.2
 _HOST_ENV = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"}
 
 
@@ -156,6 +157,7 @@ class RunningProcess:
         self._flooded = False
         self._struck = False
         self._clock: asyncio.TimerHandle | None = None
+        self._again: asyncio.TimerHandle | None = None
         self._began = time.monotonic()
         self.report = _Report()
         self._out, self._err = Tail(limits.tail_kb << 10), Tail(limits.tail_kb << 10)
@@ -220,8 +222,7 @@ class RunningProcess:
         Raises:
             SandboxError: something survived SIGKILL.
         """
-        if not self.ended:
-            self.strike()
+        self.strike()
         for last in (False, True):
             done, _ = await asyncio.wait([self._watching], timeout=_STRIKE_S)
             if done:
@@ -231,9 +232,17 @@ class RunningProcess:
         raise SandboxError(f"process {self.pid} survived SIGKILL for {_STRIKE_S:.0f} s")
 
     def strike(self) -> None:
-        """Kill the command and its descendants, without waiting."""
+        """Kill the command and its descendants, without waiting.
+
+        Struck again until it has ended: a launcher that supervises may be stopped in between.
+        """
+        if self.ended:
+            return
         self._struck = True
         self._strike(self)
+        if self._again is not None:
+            self._again.cancel()
+        self._again = asyncio.get_running_loop().call_later(_AGAIN_S, self.strike)
 
     def send_signal(self, number: int) -> None:
         """Send a signal to the process that holds the others together, if it is still there."""
@@ -244,7 +253,7 @@ class RunningProcess:
         tail.add(data)
         limit = self._limits.output_kb
         if limit is not None and self._out.total + self._err.total > limit << 10:
-            if not self._flooded and not self.ended:
+            if not self._flooded:
                 self._flooded = True
                 self.strike()
 
@@ -263,8 +272,9 @@ class RunningProcess:
             raise
         finally:
             wall_s = time.monotonic() - self._began
-            if self._clock is not None:
-                self._clock.cancel()
+            for timer in (self._clock, self._again):
+                if timer is not None:
+                    timer.cancel()
             for pump in self._pumps:
                 pump.close()
             for pidfd in (self._pidfd, self.report.pidfd):

@@ -6,6 +6,7 @@ They turn options into :class:`~agents.runs.RunSettings` and print what a run ca
 from __future__ import annotations
 
 import logging
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -116,7 +117,14 @@ def demo(
 
 def _run(directory: Path, settings: RunSettings | None) -> None:
     logging.getLogger("clawgym_env").setLevel(logging.ERROR)
-    result = execute(directory, settings, console=Console(stderr=True))
+    try:
+        result = execute(directory, settings, console=Console(stderr=True))
+    except KeyboardInterrupt as stop:
+        print(
+            f"\nstopped; go on with: clawgym train --resume --run {directory}",
+            file=sys.stderr,
+        )
+        raise typer.Exit(130) from stop
     print()
     for line in report(result):
         print(line)

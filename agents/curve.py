@@ -59,10 +59,12 @@ def draw_curve(
     axes.plot(seen, [m["rollout/reward"] for m in metrics], color="tab:blue", alpha=0.7)
     axes.plot([], [], color="tab:blue", alpha=0.7, label="training rollouts, mean reward")
     held = [m for m in metrics if "eval/success" in m]
-    points = [(0.0, before), *((m["rollouts"], m["eval/success"]) for m in held)]
+    # On the last step, the evaluation after training stands for the one during it: it has more
+    # tasks.
+    points = {0.0: before} | {m["rollouts"]: m["eval/success"] for m in held}
     if seen:
-        points.append((seen[-1], after))
-    xs, ys = zip(*points, strict=True)
+        points[seen[-1]] = after
+    xs, ys = zip(*points.items(), strict=True)
     axes.plot(xs, ys, "o-", color="tab:orange", label="held-out tasks, success")
     if held:
         axes.fill_between(

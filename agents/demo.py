@@ -1,7 +1,8 @@
 """The settings of the demo: a tiny model, ten minutes, two cores.
 
 A fallible demonstrator acts through the real harness; the model cloned from it is weak, and tree
-GRPO makes it good at tasks that it has never seen.
+GRPO makes it good at tasks that it has never seen. The settings were chosen on the first 200 test
+tasks, so the held-out ones start behind those.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def demo_settings(*, seed: int = 0, sandbox: str | None = None) -> RunSettings:
     """
     return RunSettings(
         tasks="key_lookup:level=2,split=train",
-        held_out="key_lookup:level=2,split=test,n=200",
+        held_out="key_lookup:level=2,split=test,start=1000,n=200",
         sandbox=sandbox,
         demonstrations=800,
         clone=CloneSettings(seed=seed),

@@ -14,7 +14,7 @@ groups all have equal rewards changes nothing but the optimiser's count of it.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
@@ -148,6 +148,9 @@ class TreeGRPO:
         env: A harness environment, or its id; its harness, tasks, sandbox, store and limits are
             used, and the policy's own tokenizer renders the prompts.
         settings: See :class:`GRPOSettings`.
+        reward: What a scored rollout is worth in training, such as its score plus a little for
+            calls in the right form; the verifier's score where None. Metrics and evaluation keep
+            to the verifier's.
 
     Raises:
         ConfigError: The environment is no harness environment, or the model cannot attend along a
@@ -155,11 +158,17 @@ class TreeGRPO:
     """
 
     def __init__(
-        self, policy: CausalPolicy, env: Env | EnvParts, settings: GRPOSettings | None = None
+        self,
+        policy: CausalPolicy,
+        env: Env | EnvParts,
+        settings: GRPOSettings | None = None,
+        *,
+        reward: Callable[[Rollout], float] | None = None,
     ) -> None:
         self.policy = policy
         self.parts = env if isinstance(env, EnvParts) else EnvParts.of(env)
         self.settings = settings or GRPOSettings()
+        self.reward = reward
         self.step = 0
         self.rollouts_seen = 0
         use_tree_attention(policy.model)
@@ -217,7 +226,7 @@ class TreeGRPO:
         callbacks.on_rollouts(self, rollouts)
         collected = time.monotonic()
 
-        advantages, counts = rollout_advantages(rollouts, settings.advantages)
+        advantages, counts = rollout_advantages(self._valued(rollouts), settings.advantages)
         metrics = self._update(rollouts, advantages)
         self.step += 1
 
@@ -230,6 +239,12 @@ class TreeGRPO:
         self._logged["time/train_s"] = time.monotonic() - collected
         self._logged["time/tokens_per_s"] = sampled.sampled_tokens / seconds
         return StepResult(self.step, self.rollouts_seen, self._logged, rollouts)
+
+    def _valued(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """The rollouts with their reward in training."""
+        if self.reward is None:
+            return list(rollouts)
+        return [r if r.reward is None else replace(r, reward=self.reward(r)) for r in rollouts]
 
     def _update(
         self, rollouts: Sequence[Rollout], advantages: Mapping[str, float]
@@ -375,7 +390,12 @@ class TreeGRPO:
 
     @classmethod
     def load(
-        cls, path: str | Path, env: Env | EnvParts, *, settings: GRPOSettings | None = None
+        cls,
+        path: str | Path,
+        env: Env | EnvParts,
+        *,
+        settings: GRPOSettings | None = None,
+        reward: Callable[[Rollout], float] | None = None,
     ) -> Self:
         """A trainer as it was saved, on an environment.
 
@@ -383,6 +403,7 @@ class TreeGRPO:
             path: What :meth:`save` wrote.
             env: As for the constructor.
             settings: In place of the saved ones.
+            reward: As for the constructor; it is not saved.
 
         Raises:
             ConfigError: There is no checkpoint there, or it is another algorithm's.
@@ -394,7 +415,7 @@ class TreeGRPO:
             raise ConfigError(f"{path} is a checkpoint of {state['algorithm']}, not of TreeGRPO")
         policy = CausalPolicy.load(directory / "policy")
         saved = GRPOSettings.from_dict(state["settings"])
-        trainer = cls(policy, env, settings or saved)
+        trainer = cls(policy, env, settings or saved, reward=reward)
         trainer.optimizer.load_state_dict(checkpoint.optimizer)
         trainer.step = state["step"]
         trainer.rollouts_seen = state["rollouts_seen"]

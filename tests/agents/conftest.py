@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from small_runs import small_run_settings
 from tiny_texts import texts
 from transformers import AutoModelForCausalLM
 
 from agents.engine import Engine
 from agents.models.policy import CausalPolicy
 from agents.models.tiny import make_tiny
+from agents.runs import RunResult, execute
 
 # Models this small spend their time waiting for a second thread, above all on a busy machine.
 torch.set_num_threads(1)
@@ -30,6 +32,12 @@ def tiny_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 parameter.mul_(6)
     model.save_pretrained(directory)
     return directory
+
+
+@pytest.fixture(scope="session")
+def small_run(tmp_path_factory: pytest.TempPathFactory) -> RunResult:
+    """A whole run like the demo, at a size that takes seconds: ReAct, sampled calls, two steps."""
+    return execute(tmp_path_factory.mktemp("run") / "small", small_run_settings())
 
 
 @pytest.fixture

@@ -57,11 +57,11 @@ def tiny(kind: str, dtype: torch.dtype = torch.float64, **changes: Any) -> PreTr
         model.set_experts_implementation("eager")  # the fused one has no float64
     model = model.to(dtype)
     if dtype == torch.float64:
-        _make_norms_exact(model)
+        make_norms_exact(model)
     return model
 
 
-def _make_norms_exact(model: nn.Module) -> None:
+def make_norms_exact(model: nn.Module) -> None:
     """Norms that stay in float64: the originals round to float32 on the way.
 
     A difference in the last bit of a float64 can flip such a rounding, which is 1e-7 of noise where

@@ -13,7 +13,7 @@ from benchmarks.cli import app
 from benchmarks.measuring import interleaved
 from benchmarks.registry import BENCHMARKS, Benchmark, load
 from benchmarks.synthetic import Shape, chain_of_ratio, synthetic_rollouts
-from benchmarks.tree_step import captured_trees
+from benchmarks.capturing import capture_trees, captured_trees
 from clawgym_env.errors import ClawgymError, ConfigError, UnknownNameError
 from clawgym_env.store import CaptureStore
 from clawgym_env.trees import PrefixTree
@@ -60,6 +60,15 @@ def test_tree_step_on_made_up_and_captured_trees(tmp_path: Path, store: Path) ->
     for line in lines:
         assert line["loss_gap"] < 1e-4
         assert line["speedup"] > 0 and "commit" in line and line["device"] == "cpu"
+
+
+def test_trees_are_captured_on_the_spot() -> None:
+    (trees,) = capture_trees(2, 3).values()
+    assert len(trees) == 2
+    for tree in trees:
+        assert len(tree.rollouts) == 3
+        assert tree.included and all(call.drift is None for call in tree.calls)
+        assert tree.stats().ideal_ratio > 2.0
 
 
 def test_captured_trees_of_an_empty_store(tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ def _trees(
     most: int | None,
 ) -> dict[str, list[PrefixTree]]:
     trees: dict[str, list[PrefixTree]] = {}
-    for (harness, *_), members in reversed(groups.items()):
+    for (harness, *_), members in reversed(list(groups.items())):
         of_harness = trees.setdefault(harness, [])
         if most is None or len(of_harness) < most:
             tree = PrefixTree.from_rollouts(members, rules=rules)

@@ -9,11 +9,11 @@ import torch
 from tree_cases import long_chain, rollout_of
 from typer.testing import CliRunner
 
+from benchmarks.capturing import capture_trees, captured_trees
 from benchmarks.cli import app
 from benchmarks.measuring import interleaved
 from benchmarks.registry import BENCHMARKS, Benchmark, load
 from benchmarks.synthetic import Shape, chain_of_ratio, synthetic_rollouts
-from benchmarks.capturing import capture_trees, captured_trees
 from clawgym_env.errors import ClawgymError, ConfigError, UnknownNameError
 from clawgym_env.store import CaptureStore
 from clawgym_env.trees import PrefixTree

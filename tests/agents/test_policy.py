@@ -144,7 +144,11 @@ def test_weights_that_do_not_load(tiny_directory: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="does not load as a causal LM"):
         CausalPolicy.from_pretrained(model)
     (model / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 4}))
-    with pytest.raises(ConfigError, match="lacks 9 of its model's weights, model.layers.3"):
+    with pytest.raises(ConfigError, match="does not load as a causal LM"):
+        CausalPolicy.from_pretrained(model)
+    deeper = {"num_hidden_layers": 4, "layer_types": ["full_attention"] * 4}
+    (model / "config.json").write_text(json.dumps({**config, **deeper}))
+    with pytest.raises(ConfigError, match="lacks 11 of its model's weights, model.layers.3"):
         CausalPolicy.from_pretrained(model)
     (model / "config.json").write_text(json.dumps(config))
     (model / "model.safetensors").write_bytes(b"cut off")

@@ -80,6 +80,25 @@ async def test_addresses_that_cannot_be_listened_on(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_text() == "precious"
 
 
+async def test_a_socket_deep_in_the_file_system_serves(tmp_path: Path) -> None:
+    folder = tmp_path / ("deep" * 20) / ("deeper" * 20)
+    folder.mkdir(parents=True)
+    path = folder / "proxy.sock"
+    for _ in range(2):
+        async with serving(FunctionPolicy(echo), socket_path=path):
+            assert path.is_socket()
+            with pytest.raises(ConfigError, match="another server listens"):
+                await Proxy().start(socket_path=path)
+            # As a sandbox that mounts the socket at a short path reaches it.
+            (tmp_path / "s").symlink_to(path)
+            transport = httpx.AsyncHTTPTransport(uds=str(tmp_path / "s"))
+            async with httpx.AsyncClient(transport=transport) as client:
+                answer = await client.get("http://model/v1/models")
+                assert answer.status_code == 401
+            (tmp_path / "s").unlink()
+        assert not path.exists()
+
+
 async def test_closing_ends_everything_in_every_state(tmp_path: Path) -> None:
     policy = StepPolicy()
     before = asyncio.all_tasks()

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from agents.callbacks import Callback, CheckpointCallback, EvalCallback
     from agents.engine import Engine
     from agents.engine_policy import EnginePolicy, SamplingOverride
-    from agents.grpo import GRPOSettings, TreeGRPO
+    from agents.grpo import TreeGRPO
+    from agents.grpo_settings import GRPOSettings
     from agents.losses import LossSettings
     from agents.models.policy import CausalPolicy, LoraSettings
     from agents.rollouts import Collector
@@ -28,7 +29,7 @@ _HOMES = {
     "Engine": "engine",
     "EnginePolicy": "engine_policy",
     "EvalCallback": "callbacks",
-    "GRPOSettings": "grpo",
+    "GRPOSettings": "grpo_settings",
     "LoraSettings": "models.policy",
     "LossSettings": "losses",
     "RunSettings": "runs",

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from agents.demo import demo_settings
-from agents.grpo import GRPOSettings
+from agents.grpo_settings import GRPOSettings
 from agents.runs import RunSettings, execute, report
 from clawgym_env.errors import ConfigError
 

@@ -8,7 +8,7 @@ tasks, so the held-out ones start behind those.
 from __future__ import annotations
 
 from agents.advantages import AdvantageSettings
-from agents.grpo import GRPOSettings
+from agents.grpo_settings import GRPOSettings
 from agents.losses import LossSettings
 from agents.runs import RunSettings
 from agents.warmstart import CloneSettings

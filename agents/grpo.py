@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -24,115 +24,25 @@ import torch
 from rich.console import Console
 
 from agents import checkpoints
-from agents.advantages import AdvantageCounts, AdvantageSettings, rollout_advantages
+from agents.advantages import AdvantageCounts, rollout_advantages
 from agents.attention import use_tree_attention
 from agents.callbacks import Callback, CallbackList, StepResult
 from agents.engine import Engine
 from agents.engine_policy import EnginePolicy, SamplingOverride
-from agents.losses import LossMetrics, LossSettings, policy_loss
+from agents.grpo_settings import GRPOSettings
+from agents.losses import LossMetrics, policy_loss
 from agents.meters import RolloutMetrics
 from agents.models.policy import CausalPolicy
 from agents.packing import PackedBatch, pack
 from agents.progress import Meter, ProgressCallback, default_console
 from agents.rollouts import Collector, Env, EnvParts, Job, group_jobs
 from agents.scoring import frozen_logprobs, score
-from agents.visits import Aggregation, visits_of
+from agents.visits import visits_of
 from clawgym_env.calls import Rollout
 from clawgym_env.errors import ConfigError
 from clawgym_env.spaces import Observation
 from clawgym_env.tasks import Task
 from clawgym_env.trees import PrefixTree
-
-
-@dataclass(frozen=True, slots=True)
-class GRPOSettings:
-    """Settings of :class:`TreeGRPO`.
-
-    Attributes:
-        tasks_per_step: Groups a step.
-        group_size: Rollouts a group.
-        learning_rate: AdamW's.
-        warmup_steps: Steps in which the learning rate rises to its value.
-        weight_decay: AdamW's.
-        epochs: Passes over a step's rollouts; from the second on the clip matters.
-        minibatches: Optimiser steps a pass; groups are spread over them.
-        max_grad_norm: Bound on the gradient's norm.
-        advantages: Baseline and scale within a group.
-        loss: Clip, importance correction, KL.
-        aggregation: What the loss averages over: ``token``, ``rollout``, ``call`` or ``constant``.
-        constant: The fixed length of ``constant``.
-        temperature: Sampling temperature of training rollouts.
-        max_reply_tokens: Bound on one reply's tokens.
-        token_budget: Most tokens of a packed row; bounds the memory of a step.
-        live: Rollouts at once.
-        max_batch: Sequences at once in the engine.
-        seed: Of the choice of tasks and of sampling.
-    """
-
-    tasks_per_step: int = 8
-    group_size: int = 8
-    learning_rate: float = 3e-4
-    warmup_steps: int = 0
-    weight_decay: float = 0.0
-    epochs: int = 1
-    minibatches: int = 1
-    max_grad_norm: float = 1.0
-    advantages: AdvantageSettings = field(default_factory=AdvantageSettings)
-    loss: LossSettings = field(default_factory=LossSettings)
-    aggregation: Aggregation = "token"
-    constant: float | None = None
-    temperature: float = 1.0
-    max_reply_tokens: int = 256
-    token_budget: int = 8192
-    live: int = 32
-    max_batch: int = 32
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name in (
-            "tasks_per_step",
-            "epochs",
-            "minibatches",
-            "max_reply_tokens",
-            "token_budget",
-            "live",
-            "max_batch",
-            "learning_rate",
-            "max_grad_norm",
-            "temperature",
-        ):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} is above 0; got {getattr(self, name)!r}")
-        if self.group_size < 2:
-            raise ConfigError(
-                f"group_size is at least 2, as a rollout is compared with others of its group; "
-                f"got {self.group_size}"
-            )
-        if self.minibatches > self.tasks_per_step:
-            raise ConfigError(
-                f"minibatches {self.minibatches} exceed tasks_per_step {self.tasks_per_step}; "
-                "a group is not cut"
-            )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """From what :meth:`to_dict` gave.
-
-        Raises:
-            ConfigError: A name is unknown.
-        """
-        known = set(cls.__dataclass_fields__)
-        unknown = sorted(set(values) - known)
-        if unknown:
-            raise ConfigError(f"unknown GRPO settings {unknown}; known: {sorted(known)}")
-        fields = dict(values)
-        fields["advantages"] = AdvantageSettings(**fields.get("advantages", {}))
-        fields["loss"] = LossSettings(**fields.get("loss", {}))
-        return cls(**fields)
 
 
 class TreeGRPO:

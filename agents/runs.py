@@ -38,7 +38,8 @@ from agents.callbacks import (
     TensorBoardCallback,
 )
 from agents.curve import draw_curve, read_metrics
-from agents.grpo import GRPOSettings, TreeGRPO
+from agents.grpo import TreeGRPO
+from agents.grpo_settings import GRPOSettings
 from agents.meters import RolloutMetrics, wilson_interval
 from agents.models.policy import CausalPolicy, LoraSettings
 from agents.models.tiny import Size, make_tiny

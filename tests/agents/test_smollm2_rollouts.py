@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from agents.callbacks import Callback, StepResult
-from agents.grpo import GRPOSettings, TreeGRPO
+from agents.grpo import TreeGRPO
+from agents.grpo_settings import GRPOSettings
 from agents.models import smollm2
 from agents.models.policy import CausalPolicy, LoraSettings
 from clawgym_env import CaptureStore, HarnessEnv

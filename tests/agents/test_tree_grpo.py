@@ -9,7 +9,8 @@ import torch
 
 from agents.callbacks import Callback, CheckpointCallback, EvalCallback, JsonlCallback, StepResult
 from agents.checkpoints import latest, steps
-from agents.grpo import GRPOSettings, TreeGRPO
+from agents.grpo import TreeGRPO
+from agents.grpo_settings import GRPOSettings
 from agents.models.policy import CausalPolicy, LoraSettings
 from agents.models.tiny import make_tiny
 from agents.rollouts import EnvParts

@@ -15,15 +15,14 @@ import orjson
 
 from clawgym_env.calls import (
     FinishReason,
-    ImagePart,
     Message,
     ModelCall,
     PolicyRequest,
     Reply,
-    Tool,
     ToolCall,
 )
 from clawgym_env.errors import PolicyError, ProtocolError
+from clawgym_env.spaces import message_to_dict, tool_to_dict
 
 _FINISH_REASONS: Mapping[str, FinishReason] = {
     "stop": "stop",
@@ -108,48 +107,13 @@ def _request_body(call: ModelCall, model: str) -> dict[str, Any]:
         "seed": sampling.seed,
         "presence_penalty": sampling.presence_penalty,
         "frequency_penalty": sampling.frequency_penalty,
-        "tools": [_tool(tool) for tool in call.tools] or None,
+        "tools": [tool_to_dict(tool) for tool in call.tools] or None,
         # Each protocol has its own terms for the choice; only this one's are the upstream's too.
         "tool_choice": call.tool_choice if call.protocol == "openai_chat" else None,
     }
-    body: dict[str, Any] = {"model": model, "messages": [_message(m) for m in call.messages]}
+    body: dict[str, Any] = {"model": model, "messages": [message_to_dict(m) for m in call.messages]}
     body.update((name, value) for name, value in optional.items() if value is not None)
     return body
-
-
-def _message(message: Message) -> dict[str, Any]:
-    content: Any = message.content
-    if isinstance(content, tuple):
-        content = [
-            {"type": "image_url", "image_url": {"url": part.url}}
-            if isinstance(part, ImagePart)
-            else {"type": "text", "text": part.text}
-            for part in content
-        ]
-    wire: dict[str, Any] = {"role": message.role, "content": content}
-    if message.reasoning is not None:
-        wire["reasoning_content"] = message.reasoning
-    if message.tool_calls:
-        wire["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
-            }
-            for call in message.tool_calls
-        ]
-    if message.tool_call_id is not None:
-        wire["tool_call_id"] = message.tool_call_id
-    if message.name is not None:
-        wire["name"] = message.name
-    return wire
-
-
-def _tool(tool: Tool) -> dict[str, Any]:
-    function: dict[str, Any] = {"name": tool.name, "parameters": dict(tool.parameters)}
-    if tool.description:
-        function["description"] = tool.description
-    return {"type": "function", "function": function}
 
 
 def _reply(body: bytes, url: str) -> Reply:

@@ -12,6 +12,8 @@ from pathlib import Path
 from clawgym_env.errors import ConfigError
 
 Metrics = dict[str, float]
+Success = tuple[float, float, float]
+"""A success rate and the ends of its 95 % interval, each in [0, 1]."""
 
 
 def read_metrics(path: Path) -> list[Metrics]:
@@ -37,14 +39,14 @@ def read_metrics(path: Path) -> list[Metrics]:
 
 
 def draw_curve(
-    path: Path, metrics: Sequence[Metrics], *, before: float, after: float, title: str
+    path: Path, metrics: Sequence[Metrics], *, before: Success, after: Success, title: str
 ) -> Path:
     """Draw training reward and held-out success over rollouts.
 
     Args:
         path: Where the PNG goes.
         metrics: What :func:`read_metrics` gave.
-        before: Held-out success before training, in [0, 1].
+        before: Held-out success before training.
         after: The same after training.
         title: Of the figure.
 
@@ -58,23 +60,19 @@ def draw_curve(
     seen = [m["rollouts"] for m in metrics]
     axes.plot(seen, [m["rollout/reward"] for m in metrics], color="tab:blue", alpha=0.7)
     axes.plot([], [], color="tab:blue", alpha=0.7, label="training rollouts, mean reward")
-    held = [m for m in metrics if "eval/success" in m]
     # On the last step, the evaluation after training stands for the one during it: it has more
     # tasks.
-    points = {0.0: before} | {m["rollouts"]: m["eval/success"] for m in held}
+    points = {0.0: before}
+    for m in metrics:
+        if "eval/success" in m:
+            points[m["rollouts"]] = (m["eval/success"], m["eval/low"], m["eval/high"])
     if seen:
         points[seen[-1]] = after
-    xs, ys = zip(*points.items(), strict=True)
-    axes.plot(xs, ys, "o-", color="tab:orange", label="held-out tasks, success")
-    if held:
-        axes.fill_between(
-            [m["rollouts"] for m in held],
-            [m["eval/low"] for m in held],
-            [m["eval/high"] for m in held],
-            color="tab:orange",
-            alpha=0.2,
-            label="95 % interval",
-        )
+    rates, lows, highs = zip(*points.values(), strict=True)
+    axes.plot(list(points), rates, "o-", color="tab:orange", label="held-out tasks, success")
+    axes.fill_between(
+        list(points), lows, highs, color="tab:orange", alpha=0.2, label="95 % interval"
+    )
     axes.set(xlabel="rollouts", ylabel="reward, success", ylim=(-0.02, 1.02), title=title)
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")

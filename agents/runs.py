@@ -167,9 +167,14 @@ class Evaluation:
             example=(won or list(rollouts))[0].rollout_id,
         )
 
-    def __str__(self) -> str:
+    @property
+    def success(self) -> tuple[float, float, float]:
+        """The success rate and its 95 % interval (Wilson)."""
         low, high = wilson_interval(self.successes, self.tasks)
-        rate = self.successes / max(1, self.tasks)
+        return self.successes / max(1, self.tasks), low, high
+
+    def __str__(self) -> str:
+        rate, low, high = self.success
         failed = f", {self.failed} without a score" if self.failed else ""
         return (
             f"{rate:.1%} of {self.tasks} held-out tasks (95 % interval {low:.1%} to "
@@ -241,6 +246,11 @@ class Run:
             torch.set_num_threads(threads)
 
     def _stages(self) -> RunResult:
+        if (self.directory / "after.json").is_file():
+            self._say(
+                f"the run in {self.directory} is finished, and these are its figures; for another "
+                "one give another directory"
+            )
         with self._trainer() as trainer:
             before = self._evaluation("before", trainer)
             if not (self.directory / "after.json").is_file():
@@ -250,8 +260,8 @@ class Run:
         curve = draw_curve(
             self.directory / "curve.png",
             read_metrics(self.directory / "metrics.jsonl"),
-            before=before.successes / max(1, before.tasks),
-            after=after.successes / max(1, after.tasks),
+            before=before.success,
+            after=after.success,
             title=f"{self.settings.harness} on {self.settings.tasks}",
         )
         return RunResult(self.directory, before, after, curve)

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from agents.demo import demo_settings
 from agents.grpo_settings import GRPOSettings
-from agents.runs import RunSettings, execute, report
+from agents.runs import Run, RunSettings, execute, report
 from clawgym_env.errors import ConfigError
 
 train_app = typer.Typer(help="Train a policy through a harness by tree GRPO.")
@@ -28,6 +28,7 @@ GRPO = GRPOSettings()
 
 @train_app.callback(invoke_without_command=True)
 def train(
+    ctx: typer.Context,
     run: Annotated[Path, typer.Option(help="The run's directory.")] = Path("runs/train"),
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run there.")] = False,
     model: Annotated[
@@ -66,6 +67,16 @@ def train(
 ) -> None:
     """Train a policy through a harness by tree GRPO; with --resume, go on after a kill."""
     if resume:
+        given = sorted(
+            f"--{name.replace('_', '-')}"
+            for name in ctx.params
+            if name not in ("run", "resume")
+            and getattr(ctx.get_parameter_source(name), "name", "DEFAULT") != "DEFAULT"
+        )
+        if given:
+            raise ConfigError(
+                f"--resume goes on with the settings in {run / 'run.json'}; drop {', '.join(given)}"
+            )
         _run(run, None)
         return
     if demonstrations is None:
@@ -111,8 +122,17 @@ def demo(
     ] = None,
 ) -> None:
     """Train a small model through the ReAct harness; run again after a kill, it goes on."""
-    resume = (run / "run.json").is_file()
-    _run(run, None if resume else demo_settings(seed=seed, sandbox=sandbox))
+    settings = demo_settings(seed=seed, sandbox=sandbox)
+    if not (run / "run.json").is_file():
+        _run(run, settings)
+        return
+    there = Run(run, None, None).settings
+    if (there.seed, there.sandbox) != (seed, sandbox):
+        raise ConfigError(
+            f"{run} holds a run with seed {there.seed} and sandbox {there.sandbox}; give another "
+            f"directory for seed {seed} and sandbox {sandbox}"
+        )
+    _run(run, None)
 
 
 def _run(directory: Path, settings: RunSettings | None) -> None:

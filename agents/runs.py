@@ -41,7 +41,7 @@ from agents.curve import draw_curve, read_metrics
 from agents.grpo import TreeGRPO
 from agents.grpo_settings import GRPOSettings
 from agents.meters import RolloutMetrics, wilson_interval
-from agents.models.policy import CausalPolicy, LoraSettings
+from agents.models.policy import CausalPolicy, LoraSettings, model_directory
 from agents.models.tiny import Size, make_tiny
 from agents.progress import Meter
 from agents.rollouts import Collector, EnvParts
@@ -217,8 +217,8 @@ class Run:
     ) -> None:
         self.directory = directory
         self.console = console
-        self.settings = self._settings(settings)
-        chosen = self.settings
+        new = settings is not None
+        self.settings = chosen = self._settings(settings)
         self.held_out = list(_all(chosen.held_out))
         self.parts = EnvParts(
             get_harness(chosen.harness),
@@ -231,7 +231,12 @@ class Run:
                 max_live=chosen.grpo.live,
             ),
         )
-        self.parts.harness.require_installed()
+        self.parts.settings.check(self.parts.harness)
+        if chosen.model is not None:
+            model_directory(chosen.model)
+        if new:
+            # Only now: settings that cannot be met leave no run behind.
+            _write(directory / "run.json", chosen.to_json())
 
     def execute(self) -> RunResult:
         """Do the stages that are not done."""
@@ -279,14 +284,24 @@ class Run:
         if given is None:
             if not path.is_file():
                 raise ConfigError(f"{self.directory} holds no run to go on with (no run.json)")
-            return RunSettings.from_json(path.read_text())
+            try:
+                return RunSettings.from_json(path.read_text())
+            except (json.JSONDecodeError, KeyError, TypeError) as error:
+                raise ConfigError(
+                    f"{path} holds no run's settings ({type(error).__name__}: {error}); start a "
+                    "run in another directory"
+                ) from error
         if path.is_file():
             raise ConfigError(
                 f"{self.directory} holds a run already; go on with it by --resume, or choose "
                 "another directory"
             )
-        self.directory.mkdir(parents=True, exist_ok=True)
-        _write(path, given.to_json())
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"the run's directory {self.directory} cannot be made: {error.strerror}"
+            ) from error
         return given
 
     def _trainer(self) -> TreeGRPO:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from clawgym_env.calls import CapturedCall, Outcome, Rollout
 from clawgym_env.errors import CaptureError, HarnessError, SandboxError, VerifierError
-from clawgym_env.harnesses import Endpoint, Harness
+from clawgym_env.harnesses import Endpoint, Harness, LaunchPlan
 from clawgym_env.policies import Policy
 from clawgym_env.proxy import Proxy, Session
 from clawgym_env.rendering import Renderer
@@ -165,14 +165,23 @@ class Episode:
     async def _run_harness(self, sandbox: Sandbox) -> _Ending:
         settings = self._settings
         key = self._proxy.register(self._session)
-        plan = settings.harness.launch(
-            settings.task.instruction,
-            Endpoint(sandbox.model_url, key, self._session.models[0]),
-            python=sandbox.python,
-            workspace_path=sandbox.workspace_path,
-            home_path=sandbox.home_path,
-            max_calls=settings.limits.max_calls,
-        )
+        try:
+            plan: object = settings.harness.launch(
+                settings.task.instruction,
+                Endpoint(sandbox.model_url, key, self._session.models[0]),
+                python=sandbox.python,
+                workspace_path=sandbox.workspace_path,
+                home_path=sandbox.home_path,
+                max_calls=settings.limits.max_calls,
+            )
+        except HarnessError:
+            raise
+        except Exception as error:
+            detail = f"the adapter's launch raised {type(error).__name__}: {error}"
+            return _Ending(Outcome.START_FAILED, detail, None)
+        if not isinstance(plan, LaunchPlan):
+            detail = f"the adapter's launch returned {plan!r}; expected a LaunchPlan"
+            return _Ending(Outcome.START_FAILED, detail, None)
         await sandbox.put_files(plan.files, area="home")
         process = await sandbox.start(
             plan.argv,
@@ -219,8 +228,10 @@ class Episode:
         if self._session.failure is not None and not ending.outcome.is_infrastructure:
             outcome, detail = self._session.failure
             return _Ending(outcome, detail, ending.process)
-        if not calls and ending.outcome in (Outcome.COMPLETED, Outcome.HARNESS_ERROR):
-            detail = f"ended before its first model call: {ending.detail or 'exit status 0'}"
+        silent = not calls and ending.outcome in (Outcome.COMPLETED, Outcome.HARNESS_ERROR)
+        # At the time limit a call may still wait for its reply: that harness did start.
+        if silent or (ending.outcome is Outcome.TIME_LIMIT and not self._session.calls):
+            detail = f"no model call came: {ending.detail or 'it ended with exit status 0'}"
             return _Ending(Outcome.START_FAILED, detail, ending.process)
         return ending
 

@@ -76,8 +76,7 @@ class HarnessStartError(HarnessError):
         self.name = name
         self.returncode = returncode
         self.stderr_tail = stderr_tail
-        tail = f"; its stderr ends with:\n{stderr_tail}" if stderr_tail else "; its stderr is empty"
-        super().__init__(f"harness {name!r} {why} (exit status {returncode}){tail}")
+        super().__init__(f"harness {name!r} {why}")
 
 
 class SandboxError(ClawgymError):

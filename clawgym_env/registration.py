@@ -22,5 +22,8 @@ def register_all() -> None:
                 vector_entry_point="clawgym_env.vector:HarnessVectorEnv",
                 # What a harness does between two calls depends on time and on the machine.
                 nondeterministic=True,
+                # Gymnasium's passive checker cannot go on after a reset that raised, as one does
+                # where a harness does not start.
+                disable_env_checker=True,
                 kwargs={"harness": harness},
             )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import os
 import threading
 from collections.abc import Coroutine
 from dataclasses import dataclass, replace
@@ -57,13 +58,21 @@ class RuntimeSettings:
             ConfigError: A limit is not a positive number.
         """
         if self.sandbox is not None:
+            if not isinstance(self.sandbox, str):
+                raise ConfigError(f"sandbox is a backend's name or None; got {self.sandbox!r}")
             get_backend(self.sandbox)
+        for name in ("store", "model"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str | os.PathLike):
+                raise ConfigError(f"{name} is a path or None; got {value!r}")
         for name in ("max_calls", "max_tokens", "wall_s", "max_live"):
             value = getattr(self, name)
             if value is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
                 raise ConfigError(f"{name} is a positive number or None; got {value!r}")
+            if name != "wall_s" and not isinstance(value, int):
+                raise ConfigError(f"{name} is a whole number or None; got {value!r}")
         if harness is not None:
             harness.require_installed()
 

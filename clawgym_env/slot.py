@@ -212,7 +212,7 @@ def start_error(harness: str, rollout: Rollout) -> HarnessStartError:
         harness,
         rollout.metadata.get("returncode"),
         str(rollout.metadata.get("stderr_tail", "")),
-        f"made no model call: {rollout.outcome.value}: {rollout.detail}",
+        f"did not start: {rollout.outcome.value}: {rollout.detail}",
     )
 
 

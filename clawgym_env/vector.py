@@ -224,8 +224,12 @@ class HarnessVectorEnv(VectorEnv[Batch, Sequence[Action], npt.NDArray[Any]]):
             ClawgymError: An environment was not reset.
         """
         ids = [int(i) for i in env_ids]
+        if isinstance(actions, str) or not isinstance(actions, Sequence | np.ndarray):
+            raise ConfigError(f"actions is a sequence with one reply an id; got {actions!r}")
         if len(actions) != len(ids):
             raise ConfigError(f"{len(ids)} env_ids came with {len(actions)} actions")
+        if self.closed:
+            raise ClawgymError("the environments are closed; make new ones")
         if len(set(ids)) != len(ids) or not all(0 <= i < self.num_envs for i in ids):
             raise ConfigError(f"env_ids are distinct and from 0 to {self.num_envs - 1}; got {ids}")
         runtime = self._runtime

@@ -110,6 +110,24 @@ class Silent(_Small):
     program = "sys.exit(0)"
 
 
+class LaunchRaises(_Small):
+    name, title = "launchraises", "LaunchRaises"
+
+    def launch(self, instruction: str, endpoint: Endpoint, **where: object) -> LaunchPlan:
+        raise ValueError("no such flag")
+
+
+class LaunchesNothing(_Small):
+    name, title = "launchesnothing", "LaunchesNothing"
+
+    def launch(self, instruction: str, endpoint: Endpoint, **where: object) -> LaunchPlan:
+        return None  # type: ignore[return-value]
+
+
+class Unfinished(Harness):
+    """Lacks every method."""
+
+
 class Hangs(_Small):
     """Asks once and then hangs."""
 

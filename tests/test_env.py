@@ -203,8 +203,50 @@ def test_a_harness_that_never_asks_is_a_start_error(name: str, sandbox: str) -> 
 
 def test_a_harness_that_hangs_before_its_first_call_is_a_start_error() -> None:
     with made(harness="small_harnesses:HangsAtOnce", wall_s=1.0) as env:
-        with pytest.raises(HarnessStartError, match="time_limit"):
+        with pytest.raises(HarnessStartError, match="no model call came: still running after 1 s"):
             env.reset(seed=0)
+
+
+def test_after_a_reset_that_failed_the_next_one_works() -> None:
+    options = {"tasks": "small_tasks:echo", "sandbox": "process"}
+    env = gym.make("clawgym/ReAct-v0", harness="small_harnesses:FailsOnEcho1", **options)
+    with pytest.raises(HarnessStartError, match="exit status 9"):
+        env.reset(options={"task": 1})
+    with pytest.raises(ConfigError, match="task"):
+        env.reset(options={"task": 99})
+    env.reset(options={"task": 0})
+    assert env.step("yes")[1] == 1.0
+    env.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("LaunchRaises", "launch raised ValueError: no such flag"),
+        ("LaunchesNothing", "launch returned None; expected a LaunchPlan"),
+    ],
+)
+def test_an_adapter_that_cannot_launch_is_a_start_error(name: str, why: str) -> None:
+    with made(harness=f"small_harnesses:{name}") as env:
+        with pytest.raises(HarnessStartError, match=why):
+            env.reset(seed=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sandbox": 3}, "sandbox is a backend's name or None; got 3"),
+        ({"store": 3}, "store is a path or None; got 3"),
+        ({"model": 3}, "model is a path or None; got 3"),
+        ({"harness": 3}, "harness is a name or package.module:Class; got 3"),
+        ({"max_calls": 1.5}, "max_calls is a whole number or None; got 1.5"),
+        ({"harness": "small_harnesses:Unfinished"}, "cannot be made: TypeError"),
+        ({"tasks": "json:dumps"}, "tasks 'json:dumps': the function raised TypeError"),
+    ],
+)
+def test_options_of_the_wrong_kind_are_named(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ClawgymError, match=message), made(**options):
+        pass
 
 
 @pytest.mark.parametrize(

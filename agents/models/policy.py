@@ -118,7 +118,7 @@ class CausalPolicy:
             ConfigError: The path is not such a directory, or the dtype or device is unknown.
             RenderError: There is no chat template, or the tokenizer cannot be read.
         """
-        directory = _model_directory(path)
+        directory = model_directory(path)
         renderer = Renderer.from_pretrained(directory)
         model = _load_model(directory, dtype, device)
         embedding = model.get_input_embeddings().weight
@@ -276,7 +276,12 @@ def _peft_warnings() -> Iterator[None]:
         yield
 
 
-def _model_directory(path: str | Path) -> Path:
+def model_directory(path: str | Path) -> Path:
+    """The directory, once it is seen to hold a whole model in Hugging Face form.
+
+    Raises:
+        ConfigError: It does not; the message says what is missing and how to get it.
+    """
     directory = Path(path).expanduser()
     if not directory.exists():
         text = str(path)

@@ -37,6 +37,8 @@ def models_home() -> Path:
     """Where fetched models are kept: ``$CLAWGYM_CACHE/models``, or in the user's cache."""
     cache = os.environ.get("CLAWGYM_CACHE")
     home = Path(cache).absolute() if cache else Path(platformdirs.user_cache_dir("clawgym"))
+    if home.exists() and not home.is_dir():
+        raise ConfigError(f"CLAWGYM_CACHE is {str(home)!r}, which is no directory; give one")
     return home / "models"
 
 

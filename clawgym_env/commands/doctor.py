@@ -14,6 +14,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 
@@ -46,7 +47,7 @@ def doctor(
     for finding in findings():
         missing |= finding.state == "missing"
         state = f"[{colours[finding.state]}]{finding.state}[/]"
-        table.add_row(finding.what, state, finding.detail, finding.remedy)
+        table.add_row(finding.what, state, escape(finding.detail), escape(finding.remedy))
     Console().print(table)
     if strict and missing:
         raise typer.Exit(1)

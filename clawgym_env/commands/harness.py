@@ -8,6 +8,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from clawgym_env.errors import ConfigError
+
 app = typer.Typer(help="List, install and remove harnesses.", no_args_is_help=True)
 
 Name = Annotated[str, typer.Argument(help="The harness' name, see `clawgym harness list`.")]
@@ -19,6 +21,9 @@ def list_harnesses() -> None:
     from clawgym_env.harnesses import HARNESSES, get_harness
 
     table = Table("name", "environment", "protocols", "package", "installed")
+    for column in table.columns[:2]:
+        column.no_wrap = True  # what a user types
+        column.overflow = "fold"
     for name in HARNESSES:
         harness = get_harness(name)
         table.add_row(
@@ -50,5 +55,10 @@ def remove(name: Name) -> None:
     from clawgym_env.harnesses import get_harness
 
     harness = get_harness(name)
+    if harness.requirement is None:
+        raise ConfigError(f"{name} is part of clawgym and cannot be removed")
+    if not harness.installed():
+        print(f"{name} is not installed")
+        return
     harness.remove()
     print(f"{name} is removed")

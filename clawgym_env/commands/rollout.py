@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections import Counter
 from collections.abc import Callable
 from importlib.metadata import entry_points
@@ -79,11 +80,20 @@ def rollout(
     settings.check(adapter)
     factory = _policy_factory(name, argument)
     chosen = [task_set[i] for i in range(start, start + n)]
-    with Runtime(settings) as runtime:
-        records = runtime.call(_run_all(runtime, adapter, chosen, factory))
+    try:
+        with Runtime(settings) as runtime:
+            records = runtime.call(_run_all(runtime, adapter, chosen, factory))
+    except KeyboardInterrupt as stop:
+        kept = "" if store is None else f"; what had ended is in {store}"
+        print(f"stopped{kept}", file=sys.stderr)
+        raise typer.Exit(130) from stop
     _report(records, tree)
     if store is not None:
         print(f"look at one with: clawgym trace show {records[0].rollout_id[:12]} --store {store}")
+    else:
+        print("nothing was kept; --store FILE keeps the calls for clawgym trace show")
+    if all(record.outcome.is_infrastructure for record in records):
+        raise typer.Exit(1)
 
 
 async def _run_all(
@@ -102,6 +112,8 @@ def _policy_factory(name: str, argument: str) -> PolicyFactory:
     points = {point.name: point for point in entry_points(group=POLICY_GROUP)}
     if name not in points:
         raise UnknownNameError("policy", name, ["oracle", "openai", *points])
+    if not argument:
+        raise ConfigError(f"policy {name}:ARGUMENT needs its argument, such as engine:MODEL_DIR")
     shared: Policy = points[name].load()(argument)
     return lambda harness, task: shared
 

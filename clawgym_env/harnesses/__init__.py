@@ -39,6 +39,8 @@ def get_harness(name: str) -> Harness:
         UnknownNameError: There is none; the message suggests the nearest.
         ConfigError: ``package.module:Class`` cannot be imported or is no adapter.
     """
+    if not isinstance(name, str):
+        raise ConfigError(f"harness is a name or package.module:Class; got {name!r}")
     if ":" in name:
         return _own(name)
     if name not in _CLASSES:
@@ -57,4 +59,10 @@ def _own(name: str) -> Harness:
         ) from error
     if not (isinstance(found, type) and issubclass(found, Harness)):
         raise ConfigError(f"harness {name!r} is {found!r}; expected a subclass of Harness")
-    return found()
+    try:
+        return found()
+    except Exception as error:
+        raise ConfigError(
+            f"harness {name!r} cannot be made: {type(error).__name__}: {error}; an adapter takes "
+            "no argument and has version, install, remove, launch and script"
+        ) from error

@@ -101,7 +101,10 @@ def open_database(path: Path, *, read_only: bool) -> sqlite3.Connection:
     if not path.parent.is_dir():
         raise CaptureError(f"the capture store's directory {path.parent} does not exist; create it")
     if read_only and not path.exists():
-        raise CaptureError(f"there is no capture store at {path}; check the path")
+        raise CaptureError(
+            f"there is no capture store at {path}; give the file that clawgym rollout --store, "
+            "clawgym proxy or a run wrote"
+        )
     connection: sqlite3.Connection | None = None
     try:
         connection = sqlite3.connect(

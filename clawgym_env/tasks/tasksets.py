@@ -23,7 +23,7 @@ from itertools import accumulate
 from operator import index as as_index
 from typing import TYPE_CHECKING, Any
 
-from clawgym_env.errors import ConfigError, TaskError, UnknownNameError
+from clawgym_env.errors import ClawgymError, ConfigError, TaskError, UnknownNameError
 from clawgym_env.tasks.base import Task
 from clawgym_env.tasks.families import FAMILIES, get_family
 
@@ -285,10 +285,21 @@ def _from_callable(spec: str, module_name: str, attribute: str) -> TaskSet:
     try:
         made = getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"tasks {spec!r}: cannot import it: {error}") from error
+        raise ConfigError(
+            f"tasks {spec!r}: cannot import it: {error}; give package.module:function of an "
+            "importable function"
+        ) from error
     if not callable(made):
         raise ConfigError(f"tasks {spec!r}: {attribute} is not callable")
-    tasks = made()
+    try:
+        tasks = made()
+    except ClawgymError:
+        raise
+    except Exception as error:
+        raise TaskError(
+            f"tasks {spec!r}: the function raised {type(error).__name__}: {error}; it takes no "
+            "argument and returns a TaskSet or a sequence of Task"
+        ) from error
     if isinstance(tasks, TaskSet):
         return tasks
     if isinstance(tasks, Sequence):

@@ -110,6 +110,43 @@ def test_an_interrupted_run_goes_on(
     assert not list(tmp_path.glob("clawgym-*")), "rooms of the killed manager are swept"
 
 
+def run(*words: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*CLAWGYM, *map(str, words)], capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "named"),
+    [
+        ("--harness", "nope", "unknown harness 'nope'"),
+        ("--tasks", "key_lookup:level=99", "level is 99"),
+        ("--sandbox", "nope", "unknown sandbox backend 'nope'"),
+        ("--wall-s", "nan", "wall_s"),
+        ("--model", "tests", "no model directory"),
+    ],
+)
+def test_settings_that_cannot_be_met_leave_no_run(
+    tmp_path: Path, option: str, value: str, named: str
+) -> None:
+    done = run("train", "--run", tmp_path / "r", option, value)
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and named in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "r" / "run.json").exists()
+
+
+def test_resume_and_demo_keep_to_the_runs_settings(tmp_path: Path, small_run: RunResult) -> None:
+    done = run("train", "--resume", "--run", small_run.directory, "--steps", 5, "--lora", 4)
+    assert done.returncode == 2 and "drop --lora, --steps" in done.stderr
+    done = run("demo", "--run", small_run.directory, "--seed", 3)
+    assert done.returncode == 2 and "holds a run with seed 0" in done.stderr
+    assert run("demo", "--run", small_run.directory).returncode == 0
+    (tmp_path / "file").touch()
+    done = run("train", "--run", tmp_path / "file")
+    assert done.returncode == 2 and "cannot be made: File exists" in done.stderr
+    (tmp_path / "run.json").write_text("{")
+    done = run("train", "--resume", "--run", tmp_path)
+    assert done.returncode == 2 and "holds no run's settings" in done.stderr
+
+
 def test_bad_runs_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no run to go on with"):
         execute(tmp_path)

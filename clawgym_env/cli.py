@@ -37,7 +37,9 @@ def add_plugins(wanted: str | None) -> None:
         if point.name == wanted:
             app.add_typer(_load(point), name=point.name)
         else:
-            app.add_typer(typer.Typer(help=f"From the package {point.module}."), name=point.name)
+            package = point.module.partition(".")[0]
+            summary = f"Of the package {package}; see: clawgym {point.name} --help"
+            app.add_typer(typer.Typer(help=summary), name=point.name)
 
 
 def _load(point: EntryPoint) -> typer.Typer:

@@ -99,5 +99,7 @@ async def _serve(
         store.finish_rollout(
             dataclasses.replace(captured, outcome=Outcome.COMPLETED, finished_at=time.time())
         )
-    print(f"\n{session.calls} calls captured; look at them with:")
+    kept = len(captured.calls)
+    failed = f", {session.calls - kept} failed" if session.calls > kept else ""
+    print(f"\n{kept} calls captured{failed}; look at them with:")
     print(f"  clawgym trace show {rollout_id[:12]} --store {path} --messages")

@@ -25,6 +25,11 @@ def make_room() -> Path:
         SandboxError: The temporary directory cannot be written to.
     """
     own = os.getpid()
+    wanted = os.environ.get("TMPDIR")
+    if wanted and not os.access(wanted, os.W_OK | os.X_OK):
+        raise SandboxError(
+            f"TMPDIR is {wanted!r}, which is no directory that can be written to; give one"
+        )
     try:
         room = Path(tempfile.mkdtemp(prefix=f"clawgym-{own}-{_start_time(own)}-"))
         # Sandboxes run under other user ids: they may pass through, and list nothing.

@@ -60,10 +60,15 @@ async def score(
         raise VerifierError(
             f"task {task.task_id!r}: the verifier took longer than {verifier.timeout_s:g} s"
         )
-    if result.returncode != 0:
+    if result.flooded:
         raise VerifierError(
-            f"task {task.task_id!r}: the verifier ended with status {result.returncode}; "
-            f"its stderr ends with: {tail!r}"
+            f"task {task.task_id!r}: the verifier was ended after more than {OUTPUT_KB} KB of "
+            "output"
+        )
+    if result.returncode != 0:
+        said = f"its stderr ends with: {tail!r}" if tail else "its stderr is empty"
+        raise VerifierError(
+            f"task {task.task_id!r}: the verifier ended with status {result.returncode}; {said}"
         )
     try:
         return parse_score(result.stdout)

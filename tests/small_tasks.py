@@ -52,4 +52,5 @@ def broken() -> list[Task]:
         task("words", "print('well done')"),
         task("nan", "print('nan')"),
         task("large", "print(2.0)"),
+        task("flood", "while True: print('x' * 65536)"),
     ]

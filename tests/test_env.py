@@ -300,7 +300,7 @@ def test_the_limit_on_calls_truncates_and_is_verified() -> None:
         assert env.rollout is not None and len(env.rollout.calls) == 3
 
 
-@pytest.mark.parametrize("index", range(6))
+@pytest.mark.parametrize("index", range(7))
 def test_a_verifier_without_a_score_is_no_reward(index: int) -> None:
     with made(tasks="small_tasks:broken") as env:
         env.reset(options={"task": index})
@@ -309,6 +309,12 @@ def test_a_verifier_without_a_score_is_no_reward(index: int) -> None:
         assert info["outcome"] == "verifier_error" and not info["verified"]
         assert env.tasks[index].task_id in info["detail"]
         assert env.rollout is not None and env.rollout.reward is None
+
+
+def test_a_temporary_directory_that_is_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", "/nope")
+    with made() as env, pytest.raises(ClawgymError, match="TMPDIR is '/nope'"):
+        env.reset(seed=0)
 
 
 def test_calls_and_reward_are_in_the_store(tmp_path: Path) -> None:

@@ -106,6 +106,8 @@ async def _run_all(
 
 def _policy_factory(name: str, argument: str) -> PolicyFactory:
     if name == "oracle":
+        if argument:
+            raise ConfigError(f"policy oracle takes no argument; got {argument!r}")
         return _oracle
     if name == "openai":
         return _openai(argument)
